@@ -1,0 +1,238 @@
+"""Config and plan → a running experiment → its result. Everything that is refused is refused before a model
+loads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from miniverl.checkpoint import locked, write_json
+from miniverl.config import Config, RunError
+from miniverl.controller import resume
+from miniverl.controller.evaluate import Evaluator
+from miniverl.controller.group import WorkerGroup
+from miniverl.controller.plan import GIB, Plan
+from miniverl.controller.pool import LocalPool, Pool, RayPool
+from miniverl.controller.record import Record
+from miniverl.controller.supervised import Supervised
+from miniverl.controller.trainer import Loop, Trainer, fit
+from miniverl.data.preflight import check_tokenizers, stop_ids
+from miniverl.data.prompts import Data, open_data
+from miniverl.models.load import eos_ids, load_tokenizer
+from miniverl.report import describe_environment, write_report
+from miniverl.workers.actor import Actor
+from miniverl.workers.host import colocated
+from miniverl.workers.reference import Reference
+from miniverl.workers.rollout.base import Sampling
+from miniverl.workers.rollout.worker import RolloutWorker
+
+
+def run(config: Config, plan: Plan) -> dict[str, Any]:
+    """Carry out an experiment and return what RESULT prints.
+
+    Raises:
+        ConfigError: it cannot run as asked; nothing was started.
+        RunError: it started and failed.
+    """
+    plan.refuse_if_infeasible()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tokenizer, stops = _tokenizer(config)
+    run_dir, checkpoint = resume.choose(config)
+    with _full_disk_told(run_dir), locked(run_dir):
+        data = open_data(config, tokenizer, run_dir / "quarantine.jsonl", stops)
+        if checkpoint is not None:
+            resume.check_data(checkpoint, data.train.fingerprint)
+        _announce(config, plan, run_dir, checkpoint.step if checkpoint else None, data, len(tokenizer))
+        (run_dir / resume.RESULT).unlink(missing_ok=True)
+        write_json(run_dir / "environment.json", describe_environment())
+        pool = _pool(config, plan)
+        try:
+            with Record(config, run_dir, checkpoint, psutil.Process().create_time()) as record:
+                loop = assemble(config, plan.roles, pool, tokenizer, stops, data, record, plan.device)
+                record.stop_on(signal.SIGTERM)
+                fit(loop)
+                result = _finish(config, plan, pool, loop, record)
+        finally:
+            pool.close()
+        return _report(config, run_dir, result)
+
+
+def assemble(
+    config: Config,
+    roles: tuple[str, ...],
+    pool: Pool,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: tuple[int, ...],
+    data: Data,
+    record: Record,
+    device: str,
+) -> Loop:
+    """Workers into the pool, and the page over them."""
+    vocabulary = len(tokenizer)
+    pool.build("actor", Actor, config, vocabulary, device)
+    pool.build("rollout", RolloutWorker, config, colocated("actor"))
+    actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
+    for note in rollout.first(RolloutWorker.notes):
+        say(note)
+    sampling = Sampling(
+        config.rollout.temperature,
+        config.rollout.top_k,
+        config.rollout.top_p,
+        config.rollout.max_response_length,
+        stops,
+        config.trainer.seed,
+    )
+    greedy = Sampling(
+        config.eval.temperature,
+        0,
+        1.0,
+        config.eval.max_response_length or sampling.max_new_tokens,
+        stops,
+        config.trainer.seed,
+    )
+    evaluate = Evaluator(rollout, data.held_out, greedy, tokenizer, config.eval.scorer)
+    if "teacher" not in roles:
+        return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
+    pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
+    actor.all(Actor.attach_teacher, colocated("teacher", "head"))
+    return Trainer(
+        config, data, tokenizer, sampling, actor, rollout, WorkerGroup(pool, "teacher"), evaluate, record
+    )
+
+
+@contextlib.contextmanager
+def _full_disk_told(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"{run_dir} could not be written to: {error.strerror}. Earlier checkpoints are intact; free some "
+            "space."
+        ) from error
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+    """The student's tokenizer and the ids that end a response, after comparing them with the teacher's."""
+    student = config.model.student
+    tokenizer = load_tokenizer("student", student)
+    stops = stop_ids(tokenizer, eos_ids("student", student))
+    if config.algo.name == "gkd" and config.model.teacher is not None:
+        teacher = load_tokenizer("teacher", config.model.teacher)
+        for note in check_tokenizers(
+            tokenizer,
+            teacher,
+            stops,
+            stop_ids(teacher, eos_ids("teacher", config.model.teacher)),
+            config.model.tokenizer_mismatch,
+            config.data.chat_template_kwargs,
+        ):
+            say(note)
+    more = tuple(i for i in config.rollout.stop_ids if i not in stops)
+    return tokenizer, () if config.rollout.ignore_eos else stops + more
+
+
+def _pool(config: Config, plan: Plan) -> Pool:
+    if config.placement.kind == "local":
+        return LocalPool(config.placement, plan.device)
+    say("starting Ray …")
+    pool = RayPool(config.placement, plan.device, f"miniverl-{config.experiment}", plan.roles)
+    if config.placement.dashboard:
+        say(f"Ray dashboard: {pool.dashboard_url}")
+    return pool
+
+
+def _announce(
+    config: Config, plan: Plan, run_dir: Path, step: int | None, data: Data, vocabulary: int
+) -> None:
+    """What is about to run, in the units that people mix up, and every setting a library would otherwise
+    hide."""
+    c = config
+    sequences = c.trainer.prompts_per_step * c.rollout.n
+    say(
+        f"{c.experiment or 'run'}: {c.trainer.steps} steps × {c.trainer.prompts_per_step} prompts × "
+        f"{c.rollout.n} responses = {sequences} sequences a step, "
+        f"responses up to {c.rollout.max_response_length} tokens"
+    )
+    say(
+        f"sampling: {c.rollout.engine}, temperature {c.rollout.temperature:g}, "
+        f"top_k {c.rollout.top_k or 'off'}, top_p {c.rollout.top_p:g}, no min_p, no repetition penalty, "
+        f"seeded by (seed, prompt, sample, position); vocabulary {vocabulary}"
+    )
+    say(plan.table())
+    for note in data.notes:
+        say(note)
+    if step is not None:
+        say(f"going on after step {step} of {run_dir} (trainer.resume=never starts anew)")
+    say(f"run directory: {run_dir}")
+
+
+def _finish(config: Config, plan: Plan, pool: Pool, loop: Loop, record: Record) -> dict[str, Any]:
+    """The export and the figures; printed result."""
+    result = record.result()
+    parts = {line.what.strip(): int(line.size) for line in plan.lines}
+    result["memory"] = {
+        "estimate": parts | {"total": int(plan.estimate)} if parts else {},
+        "measured": {"total": max(pool.peak_memory_bytes())},
+        "budget": plan.budget,
+    }
+    if record.stop_signal is not None:
+        say(f"stopped by {record.stop_signal} after step {record.step}; the same command goes on from there")
+        return result
+    if config.trainer.export:
+        directory = record.run_dir / "export"
+        loop.actor.first(Actor.export, str(directory))
+        loop.tokenizer.save_pretrained(directory)
+        result["export"] = str(directory)
+    return result
+
+
+def _report(config: Config, run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
+    if result["finished"]:
+        write_json(run_dir / resume.RESULT, result)
+    if config.trainer.report:
+        result["report"] = str(write_report(run_dir))
+    if sys.stdout.isatty() or config.trainer.samples_per_step:
+        _show_outcome(run_dir, result)
+    return {name: value for name, value in result.items() if name != "memory"}
+
+
+def _show_outcome(run_dir: Path, result: dict[str, Any]) -> None:
+    """For a person: before and after, a few held-out completions, and where everything is."""
+    from miniverl.metrics import read_samples, sample_steps
+
+    if result["accuracy_before"] is not None:
+        say(
+            f"\nheld-out accuracy {result['accuracy_before']:.1%} → {result['accuracy_after']:.1%} "
+            f"in {result['steps']} steps, {result['seconds']:.0f} s"
+        )
+    steps = sample_steps(run_dir)
+    rows = [row for row in read_samples(run_dir, steps[-1:]) if row["source"] == "held-out"]
+    for row in rows[:4]:
+        verdict = "right" if row["score"] else f"wrong, it is {row['answer']}"
+        say(f"  {row['prompt']} {row['response']}  ({verdict})")
+    memory = result["memory"]
+    estimated = f"{memory['estimate']['total'] / GIB:.3f} GiB" if memory["estimate"] else "unknown"
+    say(f"  peak memory {memory['measured']['total'] / GIB:.3f} GiB over the baseline, estimated {estimated}")
+    for name, path in (
+        ("report", result.get("report")),
+        ("checkpoints", run_dir / "checkpoints"),
+        ("model", result.get("export")),
+    ):
+        if path:
+            say(f"  {name:12}{path}")

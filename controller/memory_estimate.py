@@ -1,0 +1,179 @@
+"""How much memory a plan will take, from the models' config.json alone: no weights are loaded.
+
+Every line is (bytes, when): `always`, or in one of the phases generate → score → update that take turns. The
+total is what lies there always plus the largest phase. What the formulas assume stands beside them;
+`tests/test_plan.py` holds them against measured peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from miniverl.config import Config, LoraConfig, ModelConfig
+
+When = Literal["always", "generate", "score", "update"]
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Per weight: 4 bits, one 8-bit scale per block of 64, one float32 scale per 256 of those (double
+quantisation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    what: str
+    size: float
+    """Bytes."""
+    when: When
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a decoder that memory depends on."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    parameters: int
+    linear: tuple[tuple[int, int], ...]
+    """(in, out) of one layer's linear maps."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or hidden // heads
+        inner, layers, vocabulary = (
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            config["vocab_size"],
+        )
+        tied = bool(config.get("tie_word_embeddings", False))
+        q, kv = heads * head_dim, kv_heads * head_dim
+        linear = (
+            (hidden, q),
+            (hidden, kv),
+            (hidden, kv),
+            (q, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
+        )
+        biases = q + 2 * kv if config["model_type"] == "qwen2" else 0
+        norms = 2 * hidden + (2 * head_dim if config["model_type"] == "qwen3" else 0)
+        per_layer = sum(a * b for a, b in linear) + biases + norms
+        parameters = layers * per_layer + hidden + vocabulary * hidden * (1 if tied else 2)
+        return cls(layers, hidden, inner, heads, kv_heads, head_dim, vocabulary, tied, parameters, linear)
+
+    @property
+    def linear_parameters(self) -> int:
+        return self.layers * sum(a * b for a, b in self.linear)
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """For `all-linear`; fewer target modules take less."""
+        return self.layers * lora.rank * sum(a + b for a, b in self.linear)
+
+    def weights(self, model: ModelConfig) -> float:
+        width = BYTES[model.dtype]
+        if model.quantization == "nf4":
+            return self.linear_parameters * NF4_BYTES + (self.parameters - self.linear_parameters) * width
+        return self.parameters * width
+
+    def cache_per_token(self, model: ModelConfig) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[model.dtype]
+
+    def forward_per_token(self, model: ModelConfig) -> float:
+        """Live at once in one block without autograd: the residual, a norm's float32 pieces, the widest of
+        MLP and attention."""
+        width = BYTES[model.dtype]
+        q = self.heads * self.head_dim
+        return width * (2 * self.hidden + max(3 * self.inner, 4 * q)) + 8 * self.hidden
+
+    def saved_per_token(self, model: ModelConfig) -> float:
+        """What autograd keeps of one block: per norm the input in float32, its normed form and the output;
+        q, k, v, the attention's output twice (as computed, and as laid out for the projection); four MLP
+        tensors; LoRA's inputs."""
+        width = BYTES[model.dtype]
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = 2 * self.hidden * (4 + 2 * width)
+        attention = width * (3 * q + 2 * kv)
+        lora = width * (len(self.linear) * model.lora.rank) if model.lora else 0
+        return norms + attention + width * 4 * self.inner + lora
+
+
+def estimate(config: Config, student: Shape, teacher: Shape | None) -> list[Line]:
+    """All lines of a run, student first."""
+    lines = _student_lines(config, student)
+    if teacher is not None and config.model.teacher is not None:
+        model = config.model.teacher
+        tokens = config.trainer.micro_batch_tokens
+        rows = config.trainer.prompts_per_step * config.rollout.n
+        trained = rows * config.rollout.max_response_length
+        k = config.algo.teacher_top_k
+        kept = trained * (teacher.hidden * BYTES[model.dtype] if k is None else k * 12)
+        lines += [
+            Line("teacher weights", teacher.weights(model), "always"),
+            Line("teacher activations", tokens * teacher.forward_per_token(model), "score"),
+            # The targets are kept from the score to the update; where they are joined, twice for a moment.
+            Line("teacher targets", 2 * kept, "score"),
+            Line("teacher targets ", kept, "update"),
+        ]
+        if k is not None:
+            lines.append(Line("teacher logits chunk", _chunk(config, teacher) * 2, "score"))
+    return lines
+
+
+def total(lines: list[Line]) -> float:
+    """Bytes at the worst moment."""
+    always = sum(line.size for line in lines if line.when == "always")
+    return always + max(phase_total(lines, phase) for phase in ("generate", "score", "update"))
+
+
+def phase_total(lines: list[Line], phase: When) -> float:
+    return sum(line.size for line in lines if line.when == phase)
+
+
+def _student_lines(config: Config, shape: Shape) -> list[Line]:
+    model, trainer = config.model.student, config.trainer
+    width = BYTES[model.dtype]
+    trained = shape.adapter_parameters(model.lora) if model.lora else shape.parameters
+    # An adapter is held in float32 on a half-precision base.
+    trained_width = max(4, width) if model.lora else width
+    rows = min(
+        config.rollout.max_batch_rows, max(trainer.prompts_per_step * config.rollout.n, config.eval.size)
+    )
+    slots = config.data.max_prompt_length + config.rollout.max_response_length
+    cache = rows * slots * shape.cache_per_token(model)
+    tokens = trainer.micro_batch_tokens
+    if model.gradient_checkpointing:
+        saved = tokens * (shape.layers * shape.hidden * width + shape.saved_per_token(model))
+    else:
+        saved = tokens * shape.layers * shape.saved_per_token(model)
+    head_gradient = 0 if model.lora else shape.vocabulary * shape.hidden * max(4, width)
+    return [
+        Line("student weights", shape.weights(model), "always"),
+        *([Line("adapter", trained * trained_width, "always")] if model.lora else []),
+        Line("optimizer", 2 * trained * trained_width, "always"),
+        Line("KV cache", cache, "generate"),
+        # A compaction holds the old and the new copy of one half of the cache, a prefill one block's
+        # activations.
+        Line(
+            "prefill",
+            min(rows * config.data.max_prompt_length, tokens) * shape.forward_per_token(model),
+            "generate",
+        ),
+        Line("gradients", trained * trained_width, "update"),
+        Line("activations", saved, "update"),
+        Line("logits chunk", _chunk(config, shape) * 6, "update"),
+        Line("head gradient", head_gradient, "update"),
+    ]
+
+
+def _chunk(config: Config, shape: Shape) -> float:
+    """One [chunk, vocabulary] in float32 (at least)."""
+    return config.algo.loss_chunk_tokens * shape.vocabulary * 4

@@ -1,0 +1,120 @@
+"""Roles → pools, and whether they fit: everything that can be refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from miniverl.config import Config, ConfigError, ModelConfig
+from miniverl.controller.memory_estimate import Line, Shape, estimate, total
+from miniverl.models.locate import read_config
+
+GIB = 2**30
+DECODERS = ("llama", "qwen2", "qwen3", "mistral")
+"""Model types whose memory is known from their config alone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each role lives, and what that will take."""
+
+    config: Config
+    device: str
+    roles: tuple[str, ...]
+    lines: tuple[Line, ...]
+    budget: float | None
+    """Bytes; None = unknown."""
+    obstacles: tuple[str, ...]
+    """Why this machine cannot run the plan; empty if it can."""
+
+    @property
+    def estimate(self) -> float:
+        return total(list(self.lines))
+
+    def table(self) -> str:
+        """Placement and memory, as plain text."""
+        rows = [
+            f"placement={self.config.placement.kind}: {' + '.join(self.roles)} in one "
+            f"{'process' if self.config.placement.kind == 'local' else 'Ray host'} on {self.device}"
+        ]
+        rows += [
+            f"  {line.what.strip():22}{line.size / GIB:9.3f} GiB  {_WHEN[line.when]}" for line in self.lines
+        ]
+        if self.lines:
+            fits = "no budget given" if self.budget is None else f"budget {self.budget / GIB:.2f} GiB"
+            rows.append(f"  {'total at the worst':22}{self.estimate / GIB:9.3f} GiB  {fits}")
+        else:
+            rows.append(
+                "  no memory estimate: the model's config.json is not on this machine, or not of a known "
+                f"family ({', '.join(DECODERS)})"
+            )
+        rows += [f"would not run here: {obstacle}" for obstacle in self.obstacles]
+        return "\n".join(rows)
+
+    def refuse_if_infeasible(self) -> None:
+        if self.obstacles:
+            raise ConfigError(" ".join(self.obstacles))
+
+
+_WHEN = {
+    "always": "throughout",
+    "generate": "while generating",
+    "score": "while the teacher scores",
+    "update": "while updating",
+}
+
+
+def make_plan(config: Config) -> Plan:
+    """Raises ConfigError if the plan exceeds `placement.memory_gib`."""
+    cuda = torch.cuda.is_available()
+    device = config.placement.device
+    if device == "auto":
+        device = "cuda" if cuda or config.model.requires_cuda else "cpu"
+    obstacles = []
+    if device == "cuda" and not cuda:
+        obstacles.append(
+            "a CUDA GPU is needed (placement.device=cuda or model.requires_cuda=true) and this machine has "
+            "none that torch can use. The same recipe runs here on the embedded models with model=demo "
+            "placement=local (or placement=one_gpu)."
+        )
+    roles = ("actor", "rollout", "teacher") if config.algo.name == "gkd" else ("actor", "rollout")
+    plan = Plan(config, device, roles, tuple(_lines(config)), _budget(config, device, cuda), tuple(obstacles))
+    if plan.budget is not None and plan.lines and plan.estimate > plan.budget:
+        worst = max(plan.lines, key=lambda line: line.size)
+        raise ConfigError(
+            f"the plan takes {plan.estimate / GIB:.2f} GiB at its worst and the budget is "
+            f"{plan.budget / GIB:.2f} GiB (placement.memory_gib). The largest part is {worst.what.strip()} "
+            f"with {worst.size / GIB:.2f} GiB{_REMEDY.get(worst.what.strip(), '')}.\n{plan.table()}"
+        )
+    return plan
+
+
+_REMEDY = {
+    "activations": ": lower trainer.micro_batch_tokens, or set model.student.gradient_checkpointing=true",
+    "KV cache": ": lower rollout.max_batch_rows or rollout.max_response_length",
+    "logits chunk": ": lower algo.loss_chunk_tokens",
+    "teacher weights": ": set model.teacher.quantization=nf4",
+    "optimizer": ": train an adapter (model.student.lora.rank=16)",
+    "gradients": ": train an adapter (model.student.lora.rank=16)",
+}
+
+
+def _budget(config: Config, device: str, cuda: bool) -> float | None:
+    if config.placement.memory_gib is not None:
+        return config.placement.memory_gib * GIB
+    return float(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" and cuda else None
+
+
+def _lines(config: Config) -> list[Line]:
+    student = _shape(config.model.student)
+    teacher = _shape(config.model.teacher) if config.model.teacher and config.algo.name == "gkd" else None
+    wants_teacher = config.model.teacher is not None and config.algo.name == "gkd"
+    if student is None or (wants_teacher and teacher is None):
+        return []
+    return estimate(config, student, teacher)
+
+
+def _shape(model: ModelConfig) -> Shape | None:
+    found = read_config(model.path)
+    return Shape.of(found) if found and found.get("model_type") in DECODERS else None

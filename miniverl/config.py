@@ -1,0 +1,368 @@
+"""The one frozen tree that describes an experiment, and every check that needs more than one field of it.
+
+Defaults live here and nowhere else (`conf/` lists only what an experiment changes). The meaning, unit and
+reason of a field stand under it. Whoever reads a config past `main.py` reads attributes of these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_rkl", "tvd"]
+
+_strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class ConfigError(Exception):
+    """A setting that cannot be honoured. The text names the key, the value and what would work.
+
+    Not a ValueError: pydantic would wrap one into a ValidationError of its own.
+    """
+
+
+class RunError(RuntimeError):
+    """A run that started and failed. The text names the cause and what is left of the run."""
+
+
+@dataclass(frozen=True, config=_strict)
+class LoraConfig:
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """0 by default: a dropout mask would make the student that writes differ from the student that learns."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names as PEFT takes them; `all-linear` = every linear layer but the head."""
+
+
+@dataclass(frozen=True, config=_strict)
+class ModelConfig:
+    """One model of a role: where it lies and how it is held."""
+
+    path: str = ""
+    """A directory with config.json, safetensors and tokenizer files, `embedded:NAME` for a model that ships
+    with miniverl, or a name on the model hub (downloaded by transformers)."""
+    dtype: Dtype = "float32"
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random`: the directory holds config and tokenizer only; weights are drawn from `trainer.seed`."""
+    quantization: Literal["none", "nf4"] = "none"
+    """`nf4`: 4-bit weights through bitsandbytes (`requirements/nf4.txt`), for a frozen model only."""
+    lora: LoraConfig | None = None
+    """None = all weights are trained."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    trust_remote_code: bool = False
+    """Run Python that comes with the model. Off unless you say so."""
+
+
+@dataclass(frozen=True, config=_strict)
+class ModelsConfig:
+    student: ModelConfig = field(default_factory=ModelConfig)
+    teacher: ModelConfig | None = None
+    tokenizer_mismatch: Literal["refuse", "allow"] = "refuse"
+    """Teacher and student must render a prompt to the same ids and stop at the same ids. `allow` waives the
+    template and stop check (never the token → id map)."""
+    requires_cuda: bool = False
+    """These models are too heavy for a CPU: refuse a machine without a CUDA GPU before anything loads."""
+
+
+@dataclass(frozen=True, config=_strict)
+class AdditionConfig:
+    """The embedded task: column addition with written-out working, generated procedurally."""
+
+    digits: tuple[PositiveInt, PositiveInt] = (2, 3)
+    """Fewest and most digits of an operand (drawn per operand, at most 9)."""
+    forget_carry: float = 0.0
+    """Share of the demonstrations that drop every carry (for making a student that errs)."""
+    distinct: PositiveInt | None = None
+    """Train on this many different problems, again and again; None = a fresh one each time."""
+    test_size: PositiveInt = 500
+    """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
+
+
+@dataclass(frozen=True, config=_strict)
+class DataConfig:
+    source: Literal["addition", "files"] = "addition"
+    addition: AdditionConfig = field(default_factory=AdditionConfig)
+    train_files: tuple[str, ...] = ()
+    """Parquet or JSONL: files, directories or globs, expanded in sorted order (source=files)."""
+    eval_files: tuple[str, ...] = ()
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of {role, content} messages."""
+    response_key: str | None = None
+    """Column with a reference response (needed by SFT and by algo.lam < 1)."""
+    answer_key: str | None = None
+    """Column with the ground truth that `reward` compares with; dots reach into a struct
+    (`reward_model.ground_truth`)."""
+    tools_key: str | None = None
+    """Column with tool schemas for the chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Passed to the template in every rendering, e.g. {enable_thinking: false}."""
+    max_prompt_length: PositiveInt = 512
+    """Tokens, measured after templating."""
+    overlong_prompts: Literal["error", "left", "right", "middle", "filter"] = "error"
+    """`left` drops tokens from the left (keeps the last ones), `filter` drops the row and reports how
+    many."""
+    malformed_rows: Literal["error", "quarantine"] = "error"
+    """`quarantine` lists the bad rows in RUN_DIR/quarantine.jsonl and goes on without them."""
+    shuffle: bool = True
+    """Each epoch in an order that is a function of (trainer.seed, epoch)."""
+
+
+@dataclass(frozen=True, config=_strict)
+class RolloutConfig:
+    engine: Literal["hf_cached", "hf_reference"] = "hf_cached"
+    n: PositiveInt = 1
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """The run's one temperature: responses are sampled at it and both sides of the loss are divided by it."""
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Sample in the smallest set of tokens with this mass; 1 = all."""
+    max_response_length: PositiveInt = 256
+    """Tokens, the stop id included."""
+    stop_ids: tuple[int, ...] = ()
+    """Stop ids besides the model's own end-of-text ids."""
+    ignore_eos: bool = False
+    """Never stop before max_response_length (benchmarks)."""
+    max_batch_rows: PositiveInt = 256
+    """Sequences generated at once: bounds the KV cache."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """`auto`: on CUDA, decode through a static cache and captured graphs."""
+
+
+@dataclass(frozen=True, config=_strict)
+class AlgoConfig:
+    name: Literal["gkd", "sft"] = "gkd"
+    divergence: Divergence = "jsd"
+    """GKD's per-token divergence between teacher p and student q; see miniverl.algos.distillation."""
+    beta: float = 0.5
+    """Interpolation of `jsd`: 0 is forward KL exactly, 1 reverse KL exactly."""
+    alpha: float = 0.1
+    """Mixing share of `skew_kl` and `skew_rkl`."""
+    lam: float = 1.0
+    """Share of samples whose response the student writes; the others take the dataset's (drawn per
+    sample)."""
+    teacher_top_k: PositiveInt | None = None
+    """None = the teacher's full distribution; k = its k most likely tokens plus one bucket for the rest."""
+    strict_on_policy: bool = True
+    """Refuse top-k/top-p filters in training rollouts: the loss takes the unfiltered distribution."""
+    loss_chunk_tokens: PositiveInt = 512
+    """Tokens whose logits exist at one time: peak memory of the loss is a few times this × vocabulary."""
+
+
+@dataclass(frozen=True, config=_strict)
+class OptimConfig:
+    lr: PositiveFloat = 1e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; `linear` and `cosine` fall to `min_lr_ratio` of lr at the last step."""
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+
+
+@dataclass(frozen=True, config=_strict)
+class EvalConfig:
+    every: int = 10
+    """Steps between held-out evaluations; 0 = only before the first and after the last step."""
+    size: PositiveInt = 200
+    """Held-out prompts, the same ones each time."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    max_response_length: PositiveInt | None = None
+    """None = rollout.max_response_length."""
+    scorer: Literal["exact_match"] = "exact_match"
+    """`exact_match`: what follows the last </think> (or the whole response), stripped, equals the answer."""
+
+
+@dataclass(frozen=True, config=_strict)
+class TrainerConfig:
+    steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 16
+    """Prompts, not sequences: a step trains prompts_per_step × rollout.n sequences."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Padded tokens in one forward/backward: bounds activation memory, never changes the gradient."""
+    seed: int = 0
+    deterministic: bool = True
+    """Refuse whatever would make two runs of the same config differ."""
+    run_dir: str | None = None
+    """None = runs/<experiment>/<time>."""
+    resume: str = "auto"
+    """`auto`: go on from the newest checkpoint of run_dir (or of the newest unfinished run of the same
+    config) · `never` · or the path of a checkpoint or run directory."""
+    save_every: int = 50
+    """Steps between checkpoints; 0 = only the last."""
+    keep_last: PositiveInt = 2
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy."""
+    export: bool = True
+    """Write the final student as a Hugging Face (or PEFT) directory, RUN_DIR/export."""
+    sinks: tuple[Literal["console", "jsonl", "tensorboard"], ...] = ("console", "jsonl", "tensorboard")
+    samples_per_step: int = 8
+    """Rollouts written per step to RUN_DIR/samples as parquet; 0 = none."""
+    report: bool = True
+    """Write RUN_DIR/report.html and PNG curves at the end."""
+
+
+@dataclass(frozen=True, config=_strict)
+class PlacementConfig:
+    kind: Literal["local", "one_gpu"] = "local"
+    """`local`: all roles in this process, no Ray · `one_gpu`: one Ray host, roles take turns on the
+    device."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_gib: PositiveFloat | None = None
+    """Memory budget of the device; the plan is refused above it. None = what the device has."""
+    threads: PositiveInt = 1
+    """torch threads per process on CPU."""
+    num_cpus: PositiveInt = 1
+    """CPUs that the Ray host asks for."""
+    wait_s: PositiveFloat = 60.0
+    """Longest wait for Ray to start, and for a host to be placed."""
+    call_timeout_s: PositiveFloat = 3600.0
+    """Longest wait for one remote call."""
+    dashboard: bool = False
+    """Start Ray's dashboard and print its address."""
+
+
+@dataclass(frozen=True, config=_strict)
+class Config:
+    experiment: str = ""
+    summary: str = ""
+    """One line for the list of experiments."""
+    hardware: str = ""
+    """What it wants to run on, for the list of experiments."""
+    model: ModelsConfig = field(default_factory=ModelsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    plan_only: bool = False
+    """Print placement and memory table, load nothing, exit 0."""
+    extra: dict[str, object] = field(default_factory=dict)
+    """Your own keys (`+extra.note=…`): kept with the run, read by nothing."""
+
+    def __post_init__(self) -> None:
+        for check in CHECKS:
+            check(self)
+
+
+def _in_range(key: str, value: float, low: float, high: float, hint: str = "") -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value} must lie between {low} and {high}.{' ' + hint if hint else ''}")
+
+
+def _ranges(c: Config) -> None:
+    _in_range("algo.beta", c.algo.beta, 0, 1)
+    _in_range("algo.alpha", c.algo.alpha, 0, 1)
+    _in_range("algo.lam", c.algo.lam, 0, 1)
+    _in_range("rollout.top_p", c.rollout.top_p, 1e-6, 1, "1 means no filter.")
+    _in_range("rollout.top_k", c.rollout.top_k, 0, 2**31, "0 means no filter.")
+    _in_range("optim.warmup_steps", c.optim.warmup_steps, 0, c.trainer.steps, "trainer.steps is the end.")
+    _in_range("optim.min_lr_ratio", c.optim.min_lr_ratio, 0, 1)
+    _in_range("optim.weight_decay", c.optim.weight_decay, 0, 1e6)
+    _in_range("optim.grad_clip", c.optim.grad_clip, 0, 1e9, "0 means no clipping.")
+    _in_range("eval.temperature", c.eval.temperature, 0, 100, "0 means greedy.")
+    _in_range("data.addition.forget_carry", c.data.addition.forget_carry, 0, 1)
+    for key, value in (("eval.every", c.eval.every), ("trainer.save_every", c.trainer.save_every),
+                       ("trainer.samples_per_step", c.trainer.samples_per_step)):
+        _in_range(key, value, 0, 2**31)
+    low, high = c.data.addition.digits
+    if not low <= high <= 9:
+        raise ConfigError(f"data.addition.digits=[{low}, {high}] must be [fewest, most] with most at most 9.")
+
+
+def _temperature(c: Config) -> None:
+    if c.algo.name == "gkd" and c.rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature={c.rollout.temperature}: training responses are sampled and both sides of "
+            "the loss are divided by it, so it must be above 0 (1.0 is usual). Greedy is for "
+            "eval.temperature=0."
+        )
+    _in_range("rollout.temperature", c.rollout.temperature, 0, 100)
+
+
+def _on_policy(c: Config) -> None:
+    filtered = c.rollout.top_k != 0 or c.rollout.top_p != 1.0
+    if c.algo.name == "gkd" and c.algo.strict_on_policy and filtered:
+        raise ConfigError(
+            f"rollout.top_k={c.rollout.top_k}, rollout.top_p={c.rollout.top_p}: responses would come from a "
+            "filtered distribution while the loss takes the full one. Use top_k=0 and top_p=1, or accept it "
+            "with algo.strict_on_policy=false."
+        )
+
+
+def _roles(c: Config) -> None:
+    if c.algo.name == "gkd" and c.model.teacher is None:
+        raise ConfigError("algo.name=gkd needs a teacher: set model.teacher.path, or choose a model group "
+                          "with one (model=demo). algo.name=sft trains without a teacher.")
+    for role, m in (("student", c.model.student), ("teacher", c.model.teacher)):
+        if m is None:
+            continue
+        if role == "student" and m.quantization != "none" and m.lora is None:
+            raise ConfigError(f"model.student.quantization={m.quantization} freezes the weights: add "
+                              "model.student.lora.rank=16, or use quantization=none.")
+        if role == "teacher" and m.lora is not None:
+            raise ConfigError("model.teacher.lora is set, but a teacher is never trained: remove it.")
+        if role == "teacher" and m.init == "random":
+            raise ConfigError("model.teacher.init=random: a teacher with random weights has nothing to "
+                              "teach; use init=pretrained.")
+        if m.quantization == "nf4" and m.dtype == "float64":
+            raise ConfigError(f"model.{role}.dtype=float64 cannot go with quantization=nf4; use bfloat16 or "
+                              "float32.")
+
+
+def _lora(c: Config) -> None:
+    if c.model.student.lora and c.trainer.deterministic and c.model.student.lora.dropout:
+        raise ConfigError(
+            f"model.student.lora.dropout={c.model.student.lora.dropout} makes the student that learns differ "
+            "from the one that writes; use dropout=0, or accept it with trainer.deterministic=false."
+        )
+
+
+def _data(c: Config) -> None:
+    if c.data.source == "files":
+        if not c.data.train_files:
+            raise ConfigError("data.source=files needs data.train_files=[…] (parquet or jsonl).")
+        needs_response = c.algo.name == "sft" or c.algo.lam < 1
+        if needs_response and c.data.response_key is None:
+            why = "algo.name=sft" if c.algo.name == "sft" else f"algo.lam={c.algo.lam}"
+            raise ConfigError(f"{why} trains on the dataset's responses: name their column with "
+                              "data.response_key=….")
+        if c.data.eval_files and c.data.answer_key is None:
+            raise ConfigError("data.eval_files are scored against an answer: name its column with "
+                              "data.answer_key=….")
+
+
+def _sizes(c: Config) -> None:
+    rows = c.trainer.prompts_per_step * c.rollout.n
+    longest = c.data.max_prompt_length + c.rollout.max_response_length
+    if c.trainer.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens} cannot hold one sequence of "
+            f"data.max_prompt_length + rollout.max_response_length = {longest} tokens; raise it to at least "
+            f"{longest}."
+        )
+    if c.algo.name == "sft" and c.rollout.n != 1:
+        raise ConfigError(f"algo.name=sft trains on the dataset's one response per prompt ({rows} sequences "
+                          f"asked for): use rollout.n=1, not {c.rollout.n}.")
+
+
+def _device(c: Config) -> None:
+    if c.model.requires_cuda and c.placement.device == "cpu":
+        raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
+                          "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
+
+
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _lora, _data, _sizes, _device)

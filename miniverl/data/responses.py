@@ -1,0 +1,34 @@
+"""A dataset's own response as a Rollout: what SFT trains on, and the share 1 − λ of GKD."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from miniverl.types import Prompt, Rollout
+
+
+def dataset_rollout(prompt: Prompt, sample: int, version: int, max_response_length: int) -> Rollout:
+    """The prompt's reference response, cut to `max_response_length` tokens with all its per-token arrays.
+
+    No engine drew these tokens, so their behaviour log-probs do not exist: they are NaN, since any number
+    would pass for one.
+    """
+    if prompt.reference_ids is None:
+        raise ValueError(f"prompt {prompt.uid} has no dataset response (data.response_key)")
+    ids = np.asarray(prompt.reference_ids, np.int32)
+    mask = (
+        np.ones(len(ids), np.int8)
+        if prompt.reference_mask is None
+        else np.asarray(prompt.reference_mask, np.int8)
+    )
+    return Rollout(
+        uid=prompt.uid,
+        sample=sample,
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        response_ids=ids,
+        mask=mask,
+        log_probs=np.full(len(ids), np.nan, np.float32),
+        version=(version, version),
+        finish="stop",
+        source="dataset",
+    ).truncated(max_response_length)

@@ -1,0 +1,27 @@
+"""The rule reward of the embedded task: is the answer, character for character, the expected one?
+
+It sees text, never tokens: whoever calls it decodes the whole response at once.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def final_answer(text: str) -> str:
+    """What follows the last </think>, or the whole text if there is none, without surrounding white space.
+
+    >>> final_answer("<think>2+3+0=5</think> 5\\n")
+    '5'
+    """
+    return text.rpartition("</think>")[2].strip()
+
+
+def exact_match(text: str, answer: str) -> float:
+    """1.0 if the response's final answer equals `answer`, else 0.0.
+
+    Both sides are brought to Unicode NFC first, so that é as one or two code points is the same answer;
+    nothing else is forgiven (case, digits of other scripts, direction marks).
+    """
+    given, expected = (unicodedata.normalize("NFC", t) for t in (final_answer(text), answer.strip()))
+    return float(given == expected)

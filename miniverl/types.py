@@ -1,0 +1,179 @@
+"""The stages of one batch, one frozen type each: Prompt → Rollout → Batch (→ Targets).
+
+Sequences stay ragged: a Batch is a flat concatenation, never a padded rectangle. Padding happens inside one
+function (`miniverl.models.forward`), so nothing else in the house knows on which side it is.
+
+Shape legend: N sequences · S tokens of all sequences, end to end · M trained tokens (mask = 1) · K top-k · H
+hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop id was sampled (and is the last response token) · `length`: the token budget ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One occurrence of a prompt: two draws of the same text are two Prompts with different `uid`.
+
+    >>> Prompt(uid="addition/12#0", token_ids=(3, 7, 5), text="12+9=", answer="21").reference_ids is None
+    True
+    """
+
+    uid: str
+    """Unique per occurrence (`<row>#<epoch>`); sampling noise and grouping hang on it, never on the text."""
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    """Ground truth for the scorer; None where the data has none."""
+    reference_ids: tuple[int, ...] | None = None
+    """The dataset's own response, stop id included: what SFT trains on, and the share 1 - λ of GKD."""
+    reference_mask: tuple[int, ...] | None = None
+    """Which tokens of `reference_ids` are trained; None = all of them."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """A prompt with one response. It has no advantage and no reward it was not given: those are later stages.
+
+    >>> r = Rollout(uid="a#0", sample=1, prompt_ids=np.array([3, 7]), response_ids=np.array([5, 2]),
+    ...             mask=np.array([1, 1]), log_probs=np.array([-0.1, -0.7]), version=(4, 4), finish="stop")
+    >>> len(r), r.rewards
+    (4, {})
+    """
+
+    uid: str
+    """Of the prompt occurrence, hence of the group: rollouts of one group share it, and no others do."""
+    sample: int
+    """0 … n-1 within the group."""
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    mask: np.ndarray
+    """1 = a token that is trained; 0 = tool output and the like. As long as `response_ids`."""
+    log_probs: np.ndarray
+    """Natural logs under the distribution actually sampled from (temperature and filters applied)."""
+    version: tuple[int, int]
+    """Lowest and highest weight version that produced tokens of it."""
+    finish: FinishReason
+    source: Literal["student", "dataset"] = "student"
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.mask), len(self.log_probs)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"rollout {self.uid}/{self.sample}: {len(self.response_ids)} response tokens, "
+                f"{len(self.mask)} mask entries and {len(self.log_probs)} log-probs must be equally many"
+            )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def truncated(self, max_response_length: int) -> Rollout:
+        """The rollout with every per-token array cut to `max_response_length` (finish becomes `length` if
+        cut)."""
+        if len(self.response_ids) <= max_response_length:
+            return self
+        return replace(
+            self,
+            response_ids=self.response_ids[:max_response_length],
+            mask=self.mask[:max_response_length],
+            log_probs=self.log_probs[:max_response_length],
+            finish="length",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopKTargets:
+    """What a teacher says of each trained token: its K most likely ids and their log-probs (over the common
+    vocabulary, at the run's temperature). The rest of its mass is the tail bucket."""
+
+    ids_MK: torch.Tensor
+    log_probs_MK: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> TopKTargets:
+        return TopKTargets(self.ids_MK[index], self.log_probs_MK[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HiddenTargets:
+    """The teacher's last hidden state before its head: the full distribution in H numbers instead of V.
+
+    The head itself is handed over once per run (`Head`), because the teacher never changes.
+    """
+
+    hidden_MH: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> HiddenTargets:
+        return HiddenTargets(self.hidden_MH[index])
+
+
+Targets = TopKTargets | HiddenTargets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """An output head cut to the tokenizer's real vocabulary. logits = hidden @ weight.T + bias."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Sequences laid end to end.
+
+    >>> b = Batch(token_ids_S=torch.tensor([3, 7, 5, 2, 9, 4]), lengths_N=torch.tensor([4, 2]),
+    ...           mask_S=torch.tensor([0, 0, 1, 1, 0, 1]), rows=(0, 1), trained_tokens=3)
+    >>> b.select([1]).token_ids_S.tolist(), b.select([1]).trained_tokens
+    ([9, 4], 3)
+    """
+
+    token_ids_S: torch.Tensor
+    lengths_N: torch.Tensor
+    mask_S: torch.Tensor
+    """1 where the token is a trained *target*: it is predicted from the position before it."""
+    rows: tuple[int, ...]
+    """Where each sequence stood in the global batch; a shard keeps them, so order can be restored."""
+    trained_tokens: int
+    """Trained tokens of the *global* batch, the loss's denominator; a shard or micro-batch keeps this
+    number."""
+    targets: Targets | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def trained_per_row(self) -> list[int]:
+        """Trained tokens of each sequence; they sum to M."""
+        return [int(part.sum()) for part in self.mask_S.split(self.lengths_N.tolist())]
+
+    def select(self, index: Sequence[int]) -> Batch:
+        """The sequences at `index`, in that order, with every per-token field cut alike."""
+        starts = torch.cumsum(self.lengths_N, 0) - self.lengths_N
+        spans = [slice(int(starts[i]), int(starts[i] + self.lengths_N[i])) for i in index]
+        pick = (
+            torch.cat([torch.arange(s.start, s.stop) for s in spans])
+            if spans
+            else torch.zeros(0, dtype=torch.long)
+        )
+        targets = self.targets
+        if targets is not None:
+            trained_at = torch.cumsum(self.mask_S, 0) - 1
+            targets = targets.rows(trained_at[pick][self.mask_S[pick] == 1])
+        return replace(
+            self,
+            token_ids_S=self.token_ids_S[pick],
+            lengths_N=self.lengths_N[list(index)],
+            mask_S=self.mask_S[pick],
+            rows=tuple(self.rows[i] for i in index),
+            targets=targets,
+        )
