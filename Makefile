@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/core.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test check bench install clean
+.PHONY: demo test check bench models install clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/python -m miniverl.main +experiment=gkd_demo
@@ -24,8 +24,14 @@ check: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 
-bench: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py
+bench: $(VENV)/bench.stamp
+	OMP_NUM_THREADS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m benchmarks.run_all
+
+# Retrains the embedded demo family from its recipes into build/models (docs/demo-models.md).
+models: $(VENV)/core.stamp
+	for name in teacher student_low_data student_no_carry; do \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m miniverl.main +experiment=make_demo_$$name trainer.resume=never \
+	    trainer.run_dir=build/models/$$name || exit 1; done
 
 install: $(VENV)/dev.stamp
 
@@ -39,6 +45,10 @@ $(VENV)/core.stamp: requirements/core.txt requirements/check_torch.py
 
 $(VENV)/dev.stamp: $(VENV)/core.stamp requirements/dev.txt
 	$(PIP) -r requirements/core.txt -r requirements/dev.txt
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/core.stamp requirements/bench.txt
+	$(PIP) -r requirements/core.txt -r requirements/bench.txt
 	touch $@
 
 clean:

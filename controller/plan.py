@@ -71,6 +71,7 @@ def make_plan(config: Config) -> Plan:
     device = config.placement.device
     if device == "auto":
         device = "cuda" if cuda or config.model.requires_cuda else "cpu"
+    _check_positions(config)
     obstacles = []
     if device == "cuda" and not cuda:
         obstacles.append(
@@ -88,6 +89,21 @@ def make_plan(config: Config) -> Plan:
             f"with {worst.size / GIB:.2f} GiB{_REMEDY.get(worst.what.strip(), '')}.\n{plan.table()}"
         )
     return plan
+
+
+def _check_positions(config: Config) -> None:
+    """Prompt and response together must fit the positions that each model was made for."""
+    response = max(config.rollout.max_response_length, config.eval.max_response_length or 0)
+    longest = config.data.max_prompt_length + response
+    for role, model in (("student", config.model.student), ("teacher", config.model.teacher)):
+        found = read_config(model.path) if model is not None else None
+        positions = (found or {}).get("max_position_embeddings") or (found or {}).get("n_positions")
+        if positions is not None and longest > positions:
+            raise ConfigError(
+                f"data.max_prompt_length={config.data.max_prompt_length} and a response of {response} tokens "
+                f"make {longest}, but model.{role} has {positions} positions. Lower data.max_prompt_length, "
+                "rollout.max_response_length or eval.max_response_length."
+            )
 
 
 _REMEDY = {

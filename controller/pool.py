@@ -7,7 +7,6 @@ that names what was waited for.
 from __future__ import annotations
 
 import logging
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +81,7 @@ class RayPool:
     def __init__(self, placement: PlacementConfig, device: str, name: str, roles: Sequence[str]) -> None:
         self.size = 1
         self.placement = placement
+        self.name = "+".join(roles)
         self._closing = threading.Event()
         self.ray, self.dashboard_url = _start_ray(placement, name, self._closing)
         wanted = {"CPU": float(placement.num_cpus)} | ({"GPU": 1.0} if device == "cuda" else {})
@@ -98,7 +98,7 @@ class RayPool:
             self.hosts = [
                 self.ray.remote(Host)
                 .options(
-                    name="+".join(roles),
+                    name=self.name,
                     num_cpus=placement.num_cpus,
                     num_gpus=1 if device == "cuda" else 0,
                     max_restarts=0,
@@ -146,7 +146,9 @@ class RayPool:
                 raise cause from None
             raise
         except exceptions.RayActorError as error:
-            raise RunError(f"the Ray host died during {what}: {_first_cause(str(error))}") from None
+            raise RunError(
+                f"the Ray host {self.name} died during {what}: {_first_cause(str(error))}"
+            ) from None
 
 
 def _start_ray(
@@ -160,6 +162,8 @@ def _start_ray(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs its workers at niceness 15, which on a desktop starves the run of whatever else is open.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
     import ray.exceptions
 
@@ -228,4 +232,4 @@ def _first_cause(text: str) -> str:
         for line in lines
         if line.lower().startswith(("the actor died", "worker exit", "the actor is dead"))
     ]
-    return (named or lines)[-1]
+    return (named or lines)[-1].partition(" Some common causes")[0]

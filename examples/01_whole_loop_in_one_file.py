@@ -1,10 +1,10 @@
 """On-policy distillation, whole, in one file: torch, transformers and nothing of the framework.
 
-The same experiment as `python -m miniverl.main +experiment=gkd_quick`: a student that forgets carries writes answers
-to addition problems, a teacher that never does scores every token, and the student follows the teacher's
-distribution on its own answers (reverse KL). For the same seed the losses are those of the framework, step by step
-(tests/test_examples.py holds them together). What the framework adds is everything this file has no need of: a
-key/value cache, chunks, adapters, Ray, resume, reports.
+The same experiment as `python -m miniverl.main +experiment=gkd_quick`: a student that forgets carries writes
+answers to addition problems, a teacher that never does scores every token, and the student follows the
+teacher's distribution on its own answers (reverse KL). For the same seed the losses are those of the
+framework, step by step (tests/test_examples.py holds them together). What the framework adds is everything
+this file has no need of: a key/value cache, chunks, adapters, Ray, resume, reports.
 
     python examples/01_whole_loop_in_one_file.py [steps]
 """
@@ -43,7 +43,8 @@ def draw_number(rng: random.Random) -> int:
 
 
 def uniform(uid: str, position: int) -> float:
-    """Noise in [0, 1) as a function of (seed, prompt, sample 0, position): SplitMix64 started at a hash of the key."""
+    """Noise in [0, 1) as a function of (seed, prompt, sample 0, position): SplitMix64 started at a hash of
+    the key."""
     start = int.from_bytes(hashlib.sha256(f"{SEED}/{uid}/0".encode()).digest()[:8], "big")
     x = (start + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -83,14 +84,16 @@ def main(steps: int) -> list[float]:
             a, b = problem(index)
             chat = [{"role": "user", "content": f"{a}+{b}="}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            sequences.append((prompt, write_answer(student, prompt, f"train/{index}#0", tokenizer.eos_token_id)))
+            answer = write_answer(student, prompt, f"train/{index}#0", tokenizer.eos_token_id)
+            sequences.append((prompt, answer))
         # 2. teacher and student look at every answer token; the loss is the mean over all of them
         trained_tokens = sum(len(answer) for _, answer in sequences)
         loss = torch.zeros(())
         for prompt, answer in sequences:
             ids = torch.tensor([prompt + answer])
-            before_answer = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)  # a token is predicted one earlier
-            mine, yours = (model(input_ids=ids).logits[0, before_answer] for model in (student, teacher))
+            predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)  # one place before each token
+            mine = student(input_ids=ids).logits[0, predicting]
+            yours = teacher(input_ids=ids).logits[0, predicting]
             loss = loss + reverse_kl(mine, yours).sum() / trained_tokens
         # 3. update; the next answers come from the new weights
         loss.backward()
@@ -98,7 +101,7 @@ def main(steps: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(f"step {step + 1}: loss {losses[-1]:.6f}, {trained_tokens / PROMPTS:.1f} tokens an answer", flush=True)
+        print(f"step {step + 1}: loss {losses[-1]:.6f}, {trained_tokens / PROMPTS:.1f} tokens an answer")
     return losses
 
 

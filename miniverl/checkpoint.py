@@ -52,8 +52,8 @@ class Checkpoint:
 
     def _damaged(self, what: str) -> RunError:
         return RunError(
-            f"checkpoint {self.path}: {what}. Resume from another one with trainer.resume=PATH, or start anew "
-            "with trainer.resume=never."
+            f"checkpoint {self.path}: {what}. Resume from another one with trainer.resume=PATH, or start "
+            "anew with trainer.resume=never."
         )
 
 
@@ -68,11 +68,10 @@ def write_checkpoint(
     Raises:
         RunError: the files could not be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     final, unfinished = directory / f"step_{step:06d}", directory / f".unfinished_{step:06d}"
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir()
+        unfinished.mkdir(parents=True)
         for write in writers:
             write(str(unfinished))
         _write(unfinished / STATE, json.dumps(state, indent=1, allow_nan=False))
@@ -128,10 +127,16 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory against a second run. The kernel lets go when the process dies, however it dies.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or it cannot be written to.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "a+", encoding="utf-8") as lock:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.run_dir={run_dir} cannot be written to: {error.strerror}. Choose another one."
+        ) from None
+    with file as lock:
         if not _try_lock(lock.fileno()):
             lock.seek(0)
             raise ConfigError(

@@ -81,6 +81,9 @@ class AdditionConfig:
     """Share of the demonstrations that drop every carry (for making a student that errs)."""
     distinct: PositiveInt | None = None
     """Train on this many different problems, again and again; None = a fresh one each time."""
+    held_out: Literal["test", "validation"] = "test"
+    """Which tenth of the problems accuracy is measured on: choose settings on `validation`, report on
+    `test`."""
     test_size: PositiveInt = 500
     """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
 
@@ -323,6 +326,16 @@ def _roles(c: Config) -> None:
                               "float32.")
 
 
+def _precision(c: Config) -> None:
+    student = c.model.student
+    if student.lora is None and student.dtype in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"model.student.dtype={student.dtype} with all weights trained: an update of usual size is below "
+            "what such a weight can hold, so it would be lost. Use dtype=float32, or train an adapter "
+            "(model.student.lora.rank=16)."
+        )
+
+
 def _lora(c: Config) -> None:
     if c.model.student.lora and c.trainer.deterministic and c.model.student.lora.dropout:
         raise ConfigError(
@@ -365,4 +378,4 @@ def _device(c: Config) -> None:
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _lora, _data, _sizes, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _device)

@@ -1,13 +1,15 @@
-"""Tiny random models, their directories, and ragged batches: what tests of losses, engines and workers run on.
+"""Tiny random models, their directories, and ragged batches: what tests of engines and workers run on.
 
-Weights are drawn wide, so that distributions are peaked and a wrong cache place or mask shows. A test's expected
-values are its own business.
+Weights are drawn wide, so that distributions are peaked and a wrong cache place or mask shows. A test's
+expected values are its own business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +46,11 @@ from miniverl.pack import pack
 from miniverl.types import Batch, FinishReason, Rollout
 
 VOCAB = 32
-FAMILY = ("llama", "qwen2", "qwen3")
-KINDS = (*FAMILY, "gpt2", "phi", "mistral")
-"""gpt2 (learned positions), phi (bias in the head) and mistral (a window of 4 tokens) go through ModuleDecoder."""
+FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+KINDS = (*FAMILY, "gpt2", "phi", "windowed")
+"""gpt2 (learned positions), phi (bias in the head), windowed (Mistral seeing 4 tokens): ModuleDecoder."""
 
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -68,8 +70,12 @@ def tiny(
     scale: float = 20.0,
 ) -> PreTrainedModel:
     """A random model in eval mode. `scale` multiplies the usual initial weights (0.02); no dropout."""
-    common = {"vocab_size": vocab, "initializer_range": 0.02 * scale, "tie_word_embeddings": tied}
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "initializer_range": 0.02 * scale,
+        "tie_word_embeddings": tied,
+    }
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind == "llama":
@@ -78,20 +84,22 @@ def tiny(
         model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, **common, **ids))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, **common, **ids, head_dim=8))
-    elif kind == "mistral":
-        model = MistralForCausalLM(MistralConfig(**_SHAPE, **common, **ids, sliding_window=4))
+    elif kind in ("mistral", "windowed"):
+        window = 4 if kind == "windowed" else None
+        model = MistralForCausalLM(MistralConfig(**_SHAPE, **common, **ids, sliding_window=window))
     elif kind == "phi":
-        still = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        still: dict[str, Any] = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
         model = PhiForCausalLM(PhiConfig(**_SHAPE, **common, **ids, **still))
     else:
         still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-        shape = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        shape: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}
         model = GPT2LMHeadModel(GPT2Config(**shape, **common, **ids, **still))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # biases start at 0 and norms at 1, where leaving them out would not show
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases start at 0, norms at 1: leaving them out would not show
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.to(dtype).eval()
+    torch.nn.Module.to(model, dtype)
+    return model.eval()
 
 
 def loaded(model: PreTrainedModel, vocab: int | None = None) -> LoadedModel:
@@ -119,12 +127,14 @@ def config(
     optim: OptimConfig | None = None,
     lora: LoraConfig | None = None,
     micro_batch_tokens: int = 4096,
-    **student_options: bool,
+    gradient_checkpointing: bool = False,
 ) -> Config:
     """A distillation config (supervised without a teacher) over model directories."""
     return Config(
         model=ModelsConfig(
-            student=ModelConfig(path=student, dtype=dtype, lora=lora, **student_options),
+            student=ModelConfig(
+                path=student, dtype=dtype, lora=lora, gradient_checkpointing=gradient_checkpointing
+            ),
             teacher=None if teacher is None else ModelConfig(path=teacher, dtype=dtype),
         ),
         algo=algo or AlgoConfig(name="gkd" if teacher else "sft"),
@@ -135,9 +145,7 @@ def config(
 
 
 def small_pieces(c: Config, micro_batch_tokens: int) -> Config:
-    """The same config with micro-batches smaller than its length limits allow (batches here are far shorter)."""
-    from dataclasses import replace
-
+    """The same config with small micro-batches, its length limits (which tests do not reach) cut to fit."""
     longest = micro_batch_tokens // 2
     return replace(
         c,

@@ -47,6 +47,8 @@ class Actor:
             weight_decay=config.optim.weight_decay,
             fused=True,
         )
+        # torch seeds each process differently; whatever in a model draws (dropout) must not depend on it.
+        torch.manual_seed(config.trainer.seed)
         self.step = 0
         self.teacher_head: Head | None = None
 
@@ -74,6 +76,8 @@ class Actor:
                 "last checkpoint is good. A smaller optim.lr, or dtype=float32, usually helps."
             )
         self.optimizer.step()
+        # The fused kernel writes without counting, and `identity` counts.
+        torch.autograd.graph.increment_version(self.trained.values())
         self.optimizer.zero_grad()
         self.step += 1
         return {**metrics, "actor/grad_norm": Max(norm), "actor/lr": Max(lr)}

@@ -30,19 +30,22 @@ class Host:
     def __init__(self, threads: int, device: str) -> None:
         torch.set_num_threads(threads)
         self.workers: dict[str, Any] = {}
-        self.memory = PeakMemory(device)
+        self.device = device
+        self.memory: PeakMemory | None = None
 
     def build(
         self, role: str, worker: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        # By now the workers' modules are imported: what is measured from here on is models and their work.
+        self.memory = self.memory or PeakMemory(self.device)
         self.workers[role] = worker(*self._resolved(args), **kwargs)
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(self.workers[role], method)(*self._resolved(args), **kwargs)
 
     def peak_memory_bytes(self) -> int:
-        """Highest memory since this Host was made, over what the process held then."""
-        return self.memory.peak()
+        """Highest memory since the first worker was built, over what the process held just before."""
+        return self.memory.peak() if self.memory else 0
 
     def process_id(self) -> int:
         return os.getpid()

@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Turn what safetensors raises for a full disk and the like, with the number in its text, into OSError."""
+    """What safetensors raises for a full disk and the like, with the number in its text, as OSError."""
     try:
         yield
     except SafetensorError as error:

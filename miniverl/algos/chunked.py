@@ -98,7 +98,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         grads: _Gradients | None = ctx.grads
         ctx.grads = None
         if grads is None:
-            raise RuntimeError("token_loss can be differentiated only once: its gradient was made going forward")
+            raise RuntimeError("token_loss can be differentiated only once: its gradient was made on the way")
         return *grads.scaled(grad_outputs[0]), None, None, None, None, None
 
 

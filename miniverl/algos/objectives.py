@@ -80,7 +80,7 @@ class TopKDistillation:
             value_C, qg_CK = self.divergence(top_p_CK, top_q_CK)
             grad_CV = torch.zeros_like(log_q_CV)
         else:
-            # The student's tail is summed from its own tail: 1 - mass is 0 in float32 for a confident student,
+            # The student's tail is summed over its own ids: 1 − mass is 0 in float32 for a confident student,
             # and the shares below would be x / 0.
             rest_CV = log_q_CV.scatter(-1, ids_CK, -torch.inf)
             tail_q_C1 = rest_CV.logsumexp(-1, keepdim=True)
@@ -124,8 +124,8 @@ def _logit_gradient(qg_CV: Tensor, log_q_CV: Tensor) -> Tensor:
 def _tail(log_top_CK: Tensor) -> Tensor:
     """log(1 − Σ exp): the mass of everything outside the top k.
 
-    Floored at the precision of that difference: below it the sent log-probs say nothing, and a smaller floor would
-    charge a student's tail against a made-up zero, beyond the full divergence.
+    Floored at the precision of that difference: below it the sent log-probs say nothing, and a smaller floor
+    would charge a student's tail against a made-up zero, beyond the full divergence.
     """
     mass_C1 = log_top_CK.exp().sum(-1, keepdim=True)
     return (1 - mass_C1).clamp_min(torch.finfo(log_top_CK.dtype).eps).log()

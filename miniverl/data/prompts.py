@@ -166,9 +166,9 @@ def _open_addition(config: Config, renderer: AdditionRenderer) -> Data:
     if config.eval.size > task.test_size:
         raise ConfigError(f"eval.size={config.eval.size} is more than "
                           f"data.addition.test_size={task.test_size}; lower the one or raise the other.")
-    problems = addition.distinct(HELD_OUT_SEED, "test", task.digits, task.test_size,
+    problems = addition.distinct(HELD_OUT_SEED, task.held_out, task.digits, task.test_size,
                                  "data.addition.test_size")
-    held_out = tuple(renderer.prompt(f"test/{i}#0", problem, forget=False)
+    held_out = tuple(renderer.prompt(f"{task.held_out}/{i}#0", problem, forget=False)
                      for i, problem in enumerate(problems[: config.eval.size]))
     return Data(PromptStream(AdditionPrompts(task, config.trainer.seed, renderer)), held_out, ())
 

@@ -84,6 +84,7 @@ def load_model(
     if config.quantization == "none":
         nn.Module.to(causal_lm, device)
     causal_lm.eval()
+    _switch_off_dropout(causal_lm)
     adapter = None
     if config.lora is not None:
         torch.manual_seed(seed)
@@ -100,8 +101,9 @@ def _pretrained(role: str, config: ModelConfig, path: str, device: torch.device)
     """Weights from safetensors only: a pickle could run code."""
     quantisation = _quantisation(role, config, device)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
+            output_loading_info=True,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -114,6 +116,24 @@ def _pretrained(role: str, config: ModelConfig, path: str, device: torch.device)
             f"model.{role}.path={config.path!r} could not be loaded: {first} miniverl reads safetensors only "
             f"(never pickled .bin files); model.{role}.init=random draws fresh weights."
         ) from error
+    causal_lm, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ConfigError(
+            f"model.{role}.path={config.path!r}: its safetensors lack {len(missing)} of the model's weights "
+            f"(first: {', '.join(missing[:3])}); the files are incomplete, or belong to another config.json."
+        )
+    return causal_lm
+
+
+def _switch_off_dropout(causal_lm: PreTrainedModel) -> None:
+    """The student that learns is the one that writes: with dropout its gradient would belong to another
+    model, and would depend on how a batch is cut. (LoRA's dropout is a setting of its own.)"""
+    for module in causal_lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            module.__dict__["attention_dropout"] = 0.0
 
 
 def _peft_config(config: ModelConfig) -> PeftLoraConfig:

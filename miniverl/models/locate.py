@@ -90,6 +90,6 @@ def _ask_hub(key: str, name: str) -> None:
     why = f"{type(outcome[0]).__name__}" if outcome else f"no answer within {HUB_DEADLINE_S:g} s"
     raise ConfigError(
         f"{key}: there is no directory of that name, it is not in the local model cache, and the model hub "
-        f"could not give it ({why}). Download it on a machine with a network and set model.<role>.path to its "
-        "directory, or run the same recipe on the embedded models with model=demo."
+        f"could not give it ({why}). Download it on a machine with a network and set model.<role>.path to "
+        "its directory, or run the same recipe on the embedded models with model=demo."
     )

@@ -1,6 +1,7 @@
 """The chunked loss against a naive one that holds all logits and leaves the gradient to autograd."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def naive_jsd(log_p, log_q, beta=0.3):
 NAIVE = {"forward_kl": kl, "reverse_kl": lambda log_p, log_q: kl(log_q, log_p), "jsd": naive_jsd}
 
 
-def setting(dtype, bias=True):
+def setting(dtype, bias=True) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
         "hidden": torch.randn(M, H, dtype=dtype, requires_grad=True),
@@ -145,8 +146,7 @@ def test_a_scaled_loss_scales_its_gradient_and_a_second_backward_is_refused():
             s["hidden"], Head(s["weight"]), objective, temperature=T, denominator=M, chunk_tokens=4
         ).loss
         (factor * loss).backward(retain_graph=True)
-        seen.append((s["hidden"].grad.clone(), s["weight"].grad.clone()))
-        s["hidden"].grad = s["weight"].grad = None
+        seen.append(gradients({**s, "bias": None}))
     for once, thrice in zip(*seen, strict=True):
         torch.testing.assert_close(3 * once, thrice)
     with pytest.raises(RuntimeError, match="only once"):
@@ -195,7 +195,7 @@ def test_bfloat16_logits_are_normalised_in_float32():
 
 
 def test_bfloat16_head_gradients_are_summed_in_float32():
-    """Many small contributions to one row of the head, each below half a unit in the last place of the sum."""
+    """Many small contributions to one row of the head, each below half a unit in the sum's last place."""
     torch.manual_seed(3)
     rows = 512
     hidden = (1 + torch.rand(rows, 4)).bfloat16().requires_grad_()

@@ -1,4 +1,4 @@
-"""Every divergence against its definition in float64 numpy, its gradient against finite differences and autograd."""
+"""Every divergence against its definition in float64 numpy, its gradient against finite differences."""
 
 from functools import partial
 from typing import get_args
@@ -56,7 +56,7 @@ def finite_differences(value, z, h=1e-5):
 
 
 def distil(name, numbers, z_p, z_q):
-    """Value and logit gradient `[C, V]` through the objective; an identity head turns hidden states into logits."""
+    """Value and logit gradient `[C, V]` through the objective; its head is the identity: hidden = logits."""
     z_p, z_q = torch.as_tensor(z_p), torch.as_tensor(z_q)
     objective = FullDistillation(
         partial(DIVERGENCES[name], **numbers),

@@ -106,7 +106,7 @@ def test_a_student_above_the_teacher_on_every_top_token_still_gets_a_gradient():
     token = top_k("forward_kl", {}, p.log(), q.log(), 3)
     by_hand = 0.3 * np.log(3 / 4) + 0.2 * np.log(2 / 3) + 0.14 * np.log(0.7) + 0.36 * np.log(3.6)
     assert token.value_C.item() == pytest.approx(by_hand)
-    # q - p on the top tokens; the tail's -(0.36 - 0.1) shared among its ids by their share of q, a quarter each.
+    # q - p on the top tokens; the tail's -(0.36 - 0.1) shared among its ids by their share of q, a quarter.
     expected = [0.1, 0.1, 0.06, -0.065, -0.065, -0.065, -0.065]
     np.testing.assert_allclose(token.grad_CV[0], expected, atol=1e-12)
 

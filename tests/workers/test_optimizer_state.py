@@ -84,7 +84,6 @@ def test_linear_and_cosine_end_at_their_floor():
 
 
 def test_a_run_of_warm_up_only_and_one_of_a_single_step():
-    assert [lr_factor(s, OptimConfig(schedule="cosine", warmup_steps=3), 3) for s in range(3)] == pytest.approx(
-        [1 / 3, 2 / 3, 1.0]
-    )
+    warming = OptimConfig(schedule="cosine", warmup_steps=3)
+    assert [lr_factor(s, warming, 3) for s in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert lr_factor(0, OptimConfig(schedule="linear"), 1) == 1.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miniverl.config import RunError
 from miniverl.workers.rollout.base import Completion, Request, Sampling
 
 
@@ -39,6 +41,12 @@ class Responses:
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             if row not in live:
                 continue
+            if math.isnan(log_prob):
+                raise RunError(
+                    f"generation: the log-prob of token {len(self._tokens[row]) + 1} of response {row} "
+                    "is not a number, so the student's weights or activations are broken. The last checkpoint "
+                    "is good; a smaller optim.lr or dtype=float32 usually helps."
+                )
             self._tokens[row].append(token)
             self._log_probs[row].append(log_prob)
             if token in self._stop or len(self._tokens[row]) == self._budget:
