@@ -100,7 +100,7 @@ def gkd_config(
 
 
 def open_loop(config: Config, pool: Pool) -> Loop:
-    """The page over this pool, as `miniverl.controller.build.run` sets it up, ready for `step`. Nothing ends a response early."""
+    """The page over this pool, as `miniverl.controller.build.run` sets it up, ready to `step`."""
     tokenizer = load_tokenizer("student", config.model.student)
     plan = make_plan(config)
     run_dir = Path(str(config.trainer.run_dir))

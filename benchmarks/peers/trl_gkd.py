@@ -64,6 +64,14 @@ def load(path: str) -> Any:
     return model
 
 
+def read_rows(path: str, samples: int) -> list[dict[str, Any]]:
+    """Each prompt `samples` times, with the answer that the trainer wants to see and does not use."""
+    with open(path, encoding="utf-8") as lines:
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    answer = {"role": "assistant", "content": "The answer is 42."}
+    return [{"messages": [*prompt, answer]} for prompt in prompts for _ in range(samples)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--student", required=True)
@@ -83,10 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.student, padding_side="left")
     student, teacher = load(args.student), load(args.teacher)
-    with open(args.prompts, encoding="utf-8") as lines:
-        prompts = [json.loads(line)["prompt"] for line in lines]
-    answer = {"role": "assistant", "content": "The answer is 42."}
-    rows = [{"messages": [*prompt, answer]} for prompt in prompts for _ in range(args.samples)]
+    rows = read_rows(args.prompts, args.samples)
     settings: dict[str, Any] = {"gradient_checkpointing": False} if args.no_checkpointing else {}
     config = GKDConfig(
         output_dir=args.out,

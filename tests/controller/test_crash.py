@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -282,7 +283,7 @@ def test_a_second_run_in_the_same_directory_is_refused(home: Path, job: list[str
 
 
 def test_evaluation_has_its_own_length_and_temperature(home: Path, job: list[str]) -> None:
-    command = [*job, "trainer.steps=1", "eval.max_response_length=20", "eval.temperature=0"]
+    command = [*job, "trainer.steps=2", "eval.max_response_length=20", "eval.temperature=0"]
     held_out = []
     for seed in (0, 1):
         finish([*command, f"trainer.run_dir=eval{seed}", f"trainer.seed={seed}"], home)
@@ -317,9 +318,9 @@ def test_a_full_disk_ends_the_run_in_one_paragraph(tmp_path: Path, job: list[str
             said = refuse(command, tmp_path, status=1)
             assert "No space left on device" in said
         else:
-            limited = f"ulimit -f 100; exec python -m miniverl.main +experiment=gkd_quick {' '.join(command)}"
+            limited = 'ulimit -f 100; exec "$0" -m miniverl.main +experiment=gkd_quick "$@"'
             done = subprocess.run(
-                ["bash", "-c", limited],
+                ["bash", "-c", limited, sys.executable, *command],
                 cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 capture_output=True,
