@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +126,12 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def shorten(text: object, limit: int) -> str:
+    """One line of at most `limit` characters."""
+    line = str(text).replace("\n", "⏎")
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
 def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
     """The student's tokenizer and the ids that end a response, after comparing them with the teacher's."""
     student = config.model.student
@@ -185,7 +190,7 @@ def _announce(
 def _finish(config: Config, plan: Plan, pool: Pool, loop: Loop, record: Record) -> dict[str, Any]:
     """The export and the figures; printed result."""
     result = record.result()
-    parts = {line.what.strip(): int(line.size) for line in plan.lines}
+    parts = {line.what: int(line.size) for line in plan.lines}
     result["memory"] = {
         "estimate": parts | {"total": int(plan.estimate)} if parts else {},
         "measured": {"total": max(pool.peak_memory_bytes())},
@@ -207,8 +212,7 @@ def _report(config: Config, run_dir: Path, result: dict[str, Any]) -> dict[str, 
         write_json(run_dir / resume.RESULT, result)
     if config.trainer.report:
         result["report"] = str(write_report(run_dir))
-    if sys.stdout.isatty() or config.trainer.samples_per_step:
-        _show_outcome(run_dir, result)
+    _show_outcome(run_dir, result)
     return {name: value for name, value in result.items() if name != "memory"}
 
 
@@ -225,7 +229,7 @@ def _show_outcome(run_dir: Path, result: dict[str, Any]) -> None:
     rows = [row for row in read_samples(run_dir, steps[-1:]) if row["source"] == "held-out"]
     for row in rows[:4]:
         verdict = "right" if row["score"] else f"wrong, it is {row['answer']}"
-        say(f"  {row['prompt']} {row['response']}  ({verdict})")
+        say(f"  {shorten(row['prompt'], 60)} {shorten(row['response'], 120)}  ({verdict})")
     memory = result["memory"]
     estimated = f"{memory['estimate']['total'] / GIB:.3f} GiB" if memory["estimate"] else "unknown"
     say(f"  peak memory {memory['measured']['total'] / GIB:.3f} GiB over the baseline, estimated {estimated}")

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from miniverl.config import Config, LoraConfig, ModelConfig
+from miniverl.config import AlgoConfig, Config, LoraConfig, ModelConfig
 
 When = Literal["always", "generate", "score", "update"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+COPIES = {"forward_kl": 5, "reverse_kl": 5, "jsd": 7, "skew_kl": 6, "skew_rkl": 6, "tvd": 7}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Per weight: 4 bits, one 8-bit scale per block of 64, one float32 scale per 256 of those (double
 quantisation)."""
@@ -38,7 +39,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    tied: bool
+    normed_heads: bool
+    """q and k have norms of their own."""
     parameters: int
     linear: tuple[tuple[int, int], ...]
     """(in, out) of one layer's linear maps."""
@@ -48,27 +50,20 @@ class Shape:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
-        inner, layers, vocabulary = (
-            config["intermediate_size"],
-            config["num_hidden_layers"],
-            config["vocab_size"],
-        )
+        inner, layers = config["intermediate_size"], config["num_hidden_layers"]
+        vocabulary = config["vocab_size"]
         tied = bool(config.get("tie_word_embeddings", False))
         q, kv = heads * head_dim, kv_heads * head_dim
-        linear = (
-            (hidden, q),
-            (hidden, kv),
-            (hidden, kv),
-            (q, hidden),
-            (hidden, inner),
-            (hidden, inner),
-            (inner, hidden),
-        )
+        attention = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden))
+        linear = (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
         biases = q + 2 * kv if config["model_type"] == "qwen2" else 0
-        norms = 2 * hidden + (2 * head_dim if config["model_type"] == "qwen3" else 0)
+        normed_heads = config["model_type"] == "qwen3"
+        norms = 2 * hidden + (2 * head_dim if normed_heads else 0)
         per_layer = sum(a * b for a, b in linear) + biases + norms
         parameters = layers * per_layer + hidden + vocabulary * hidden * (1 if tied else 2)
-        return cls(layers, hidden, inner, heads, kv_heads, head_dim, vocabulary, tied, parameters, linear)
+        return cls(
+            layers, hidden, inner, heads, kv_heads, head_dim, vocabulary, normed_heads, parameters, linear
+        )
 
     @property
     def linear_parameters(self) -> int:
@@ -95,15 +90,16 @@ class Shape:
         return width * (2 * self.hidden + max(3 * self.inner, 4 * q)) + 8 * self.hidden
 
     def saved_per_token(self, model: ModelConfig) -> float:
-        """What autograd keeps of one block: per norm the input in float32, its normed form and the output;
-        q, k, v, the attention's output twice (as computed, and as laid out for the projection); four MLP
-        tensors; LoRA's inputs."""
+        """What autograd keeps of one block. Per norm its input, its output and, if its weight is trained, the
+        normed form; rotated q and k, v, and the attention's output; q and k before their own norms (Qwen3);
+        four MLP tensors; the narrow tensors inside adapters."""
         width = BYTES[model.dtype]
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = 2 * self.hidden * (4 + 2 * width)
-        attention = width * (3 * q + 2 * kv)
-        lora = width * (len(self.linear) * model.lora.rank) if model.lora else 0
-        return norms + attention + width * 4 * self.inner + lora
+        # Half-precision norms compute, and keep what they need, in float32.
+        norm = (max(4, width) + width) if model.lora else (2 * max(4, width) + width)
+        own_norms = (q + kv) * (1 if model.lora else 2) if self.normed_heads else 0
+        narrow = len(self.linear) * model.lora.rank if model.lora else 0
+        return 2 * self.hidden * norm + width * (2 * q + 2 * kv + own_norms + 4 * self.inner + narrow)
 
 
 def estimate(config: Config, student: Shape, teacher: Shape | None) -> list[Line]:
@@ -121,7 +117,7 @@ def estimate(config: Config, student: Shape, teacher: Shape | None) -> list[Line
             Line("teacher activations", tokens * teacher.forward_per_token(model), "score"),
             # The targets are kept from the score to the update; where they are joined, twice for a moment.
             Line("teacher targets", 2 * kept, "score"),
-            Line("teacher targets ", kept, "update"),
+            Line("kept targets", kept, "update"),
         ]
         if k is not None:
             lines.append(Line("teacher logits chunk", _chunk(config, teacher) * 2, "score"))
@@ -169,9 +165,16 @@ def _student_lines(config: Config, shape: Shape) -> list[Line]:
         ),
         Line("gradients", trained * trained_width, "update"),
         Line("activations", saved, "update"),
-        Line("logits chunk", _chunk(config, shape) * 6, "update"),
+        Line("logits chunk", _chunk(config, shape) * chunk_copies(config.algo), "update"),
         Line("head gradient", head_gradient, "update"),
     ]
+
+
+def chunk_copies(algo: AlgoConfig) -> int:
+    """How many [chunk, vocabulary] exist at the worst moment of the loss (counted; see algos/)."""
+    if algo.name == "sft":
+        return 2
+    return 3 if algo.teacher_top_k is not None else COPIES[algo.divergence]
 
 
 def _chunk(config: Config, shape: Shape) -> float:

@@ -39,7 +39,7 @@ class Plan:
             f"{'process' if self.config.placement.kind == 'local' else 'Ray host'} on {self.device}"
         ]
         rows += [
-            f"  {line.what.strip():22}{line.size / GIB:9.3f} GiB  {_WHEN[line.when]}" for line in self.lines
+            f"  {line.what:22}{line.size / GIB:9.3f} GiB  {_WHEN[line.when]}" for line in self.lines
         ]
         if self.lines:
             fits = "no budget given" if self.budget is None else f"budget {self.budget / GIB:.2f} GiB"
@@ -85,8 +85,8 @@ def make_plan(config: Config) -> Plan:
         worst = max(plan.lines, key=lambda line: line.size)
         raise ConfigError(
             f"the plan takes {plan.estimate / GIB:.2f} GiB at its worst and the budget is "
-            f"{plan.budget / GIB:.2f} GiB (placement.memory_gib). The largest part is {worst.what.strip()} "
-            f"with {worst.size / GIB:.2f} GiB{_REMEDY.get(worst.what.strip(), '')}.\n{plan.table()}"
+            f"{plan.budget / GIB:.2f} GiB (placement.memory_gib). The largest part is {worst.what} "
+            f"with {worst.size / GIB:.2f} GiB{_REMEDY.get(worst.what, '')}.\n{plan.table()}"
         )
     return plan
 

@@ -59,9 +59,9 @@ def test_recipe_starts_as_recorded(tmp_path: Path) -> None:
     """The first losses of the low-data student's recipe, recorded when the shipped weights were made."""
     done = subprocess.run(
         [sys.executable, "-m", "miniverl.main", "+experiment=make_demo_student_low_data",
-         "trainer.steps=3", "optim.warmup_steps=3", "eval.size=1", "eval.every=0", f"trainer.run_dir={tmp_path}",
-         "trainer.report=false", "trainer.sinks=[jsonl]"], cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+         "trainer.steps=3", "optim.warmup_steps=3", "eval.size=1", "eval.every=0",
+         f"trainer.run_dir={tmp_path}", "trainer.report=false", "trainer.sinks=[jsonl]"],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["actor/nll_loss"] for line in lines if "actor/nll_loss" in line]

@@ -24,7 +24,8 @@ def last_result(arguments: list[str]) -> dict[str, object]:
 def test_one_file_gives_the_losses_of_the_framework(tmp_path: Path) -> None:
     alone = last_result(["examples/01_whole_loop_in_one_file.py", str(STEPS)])["losses"]
     last_result(["-m", "miniverl.main", "+experiment=gkd_quick", f"trainer.steps={STEPS}", "eval.every=0",
-                 "eval.size=1", f"trainer.run_dir={tmp_path}", "trainer.sinks=[jsonl]", "trainer.report=false"])
+                 "eval.size=1", f"trainer.run_dir={tmp_path}", "trainer.sinks=[jsonl]",
+                 "trainer.report=false"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     name = "actor/distillation_loss"
     framework = [line[name] for line in lines if name in line]

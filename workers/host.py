@@ -41,6 +41,8 @@ class Host:
         self.workers[role] = worker(*self._resolved(args), **kwargs)
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.memory is not None:
+            self.memory.before(f"{role}.{method}")
         return getattr(self.workers[role], method)(*self._resolved(args), **kwargs)
 
     def peak_memory_bytes(self) -> int:

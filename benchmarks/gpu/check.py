@@ -253,7 +253,7 @@ def graphs(bench: Bench, path: str, dtype: str, outcome: Outcome, rows: list[lis
             tokens = sum(len(c.token_ids) for c in flat(engine.generate(batch, sampling(new))))
             speed[name].append(tokens / (time.perf_counter() - start))
     decoder = engines["auto"].decoder
-    captured = sorted(decoder._captured) if isinstance(decoder, GraphDecoder) else []
+    captured = decoder.buckets if isinstance(decoder, GraphDecoder) else []
     auto, off = (median(speed[name]) for name in engines)
     outcome.numbers[f"graphs/{dtype}"] = {
         "tokens_per_s": {"auto": auto, "off": off},

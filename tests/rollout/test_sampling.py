@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miniverl.workers.rollout.base import Sampling
-from miniverl.workers.rollout.sampling import draw, sampled_log_probs, uniforms
+from miniverl.workers.rollout.sampling import draw, filtered_logits, uniforms
 
 WORD = 2**64
 
@@ -100,11 +100,11 @@ def test_noise_is_uniform_and_uncorrelated():
     st.sampled_from([0, 1, 3, 9, 50]),
     st.sampled_from([1e-6, 0.31, 0.9, 1.0]),
 )
-def test_log_probs_are_of_the_filtered_renormalised_distribution(logits, temperature, top_k, top_p):
-    got = sampled_log_probs(
+def test_draws_are_of_the_filtered_renormalised_distribution(logits, temperature, top_k, top_p):
+    got = filtered_logits(
         torch.tensor([logits], dtype=torch.float64),
         sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-    )
+    ).log_softmax(-1)
     expected = filtered(np.array(logits), temperature, top_k, top_p)
     np.testing.assert_allclose(got[0].exp(), expected, rtol=1e-9, atol=1e-12)
 
@@ -113,7 +113,7 @@ def test_filters_by_hand():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
 
     def kept(**filters):
-        return sampled_log_probs(logits, sampling(**filters)).exp()[0].tolist()
+        return filtered_logits(logits, sampling(**filters)).softmax(-1)[0].tolist()
 
     assert kept(top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0])
     # 0.4 does not reach 0.65, 0.4 + 0.3 does: the token that crosses the line stays.
@@ -124,7 +124,7 @@ def test_filters_by_hand():
 
 def test_bfloat16_logits_are_filtered_in_float32():
     logits = torch.randn(2, 500).bfloat16()
-    got = sampled_log_probs(logits, sampling(temperature=0.7))
+    got = filtered_logits(logits, sampling(temperature=0.7)).log_softmax(-1)
     assert got.dtype == torch.float32
     assert (got.double() - (logits.double() / 0.7).log_softmax(-1)).abs().max() < 1e-5
 

@@ -45,6 +45,11 @@ class GraphDecoder:
         self._captured: dict[int, _Captured] = {}
         self._active: _Captured | None = None
 
+    @property
+    def buckets(self) -> list[int]:
+        """Row counts that have a captured graph."""
+        return sorted(self._captured)
+
     def prefill(self, ids_BP: Tensor, pad_B: Tensor, repeats: Tensor, slots: int) -> Tensor:
         hidden_BH = self.inner.prefill(ids_BP, pad_B, repeats, slots)
         self.rows = len(hidden_BH)

@@ -44,8 +44,8 @@ class Responses:
             if math.isnan(log_prob):
                 raise RunError(
                     f"generation: the log-prob of token {len(self._tokens[row]) + 1} of response {row} "
-                    "is not a number, so the student's weights or activations are broken. The last checkpoint "
-                    "is good; a smaller optim.lr or dtype=float32 usually helps."
+                    "is not a number, so the student's weights or activations are broken. The last "
+                    "checkpoint is good; a smaller optim.lr or dtype=float32 usually helps."
                 )
             self._tokens[row].append(token)
             self._log_probs[row].append(log_prob)

@@ -48,25 +48,22 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tens
     if sampling.greedy:
         ids_B = logits_BV.argmax(-1)
         return ids_B, torch.zeros_like(ids_B, dtype=torch.promote_types(logits_BV.dtype, torch.float32))
-    log_probs_BV = sampled_log_probs(logits_BV, sampling)
-    cumulative_BV = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
+    probs_BV = torch.softmax(filtered_logits(logits_BV, sampling), -1)
+    cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)
     point_B1 = uniform_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     ids_B1 = torch.searchsorted(cumulative_BV, point_B1, right=True).clamp_max(logits_BV.shape[-1] - 1)
-    return ids_B1.squeeze(-1), log_probs_BV.gather(-1, ids_B1).squeeze(-1)
+    return ids_B1.squeeze(-1), probs_BV.gather(-1, ids_B1).squeeze(-1).log()
 
 
-def sampled_log_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs `[B, V]` of the distribution that is drawn from: / temperature, top-k, then top-p,
-    renormalised."""
+def filtered_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Logits `[B, V]` of what is drawn from: / temperature, top-k, then top-p; dropped ids are -inf."""
     scaled_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     if sampling.temperature != 1.0:
         scaled_BV = scaled_BV / sampling.temperature
     if 0 < sampling.top_k < scaled_BV.shape[-1]:
         kth_B1 = scaled_BV.topk(sampling.top_k, -1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
-    if sampling.top_p < 1.0:
-        scaled_BV = _nucleus(scaled_BV, sampling.top_p)
-    return torch.log_softmax(scaled_BV, -1)
+    return _nucleus(scaled_BV, sampling.top_p) if sampling.top_p < 1.0 else scaled_BV
 
 
 def _nucleus(scaled_BV: Tensor, top_p: float) -> Tensor:
