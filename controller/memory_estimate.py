@@ -102,9 +102,10 @@ class Shape:
         return 2 * self.hidden * norm + width * (2 * q + 2 * kv + own_norms + 4 * self.inner + narrow)
 
 
-def estimate(config: Config, student: Shape, teacher: Shape | None) -> list[Line]:
+def estimate(config: Config, student: Shape, teacher: Shape | None, device: str) -> list[Line]:
     """All lines of a run, student first."""
-    lines = _student_lines(config, student)
+    graphs = device == "cuda" and config.rollout.cuda_graphs == "auto"
+    lines = _student_lines(config, student, graphs)
     if teacher is not None and config.model.teacher is not None:
         model = config.model.teacher
         tokens = config.trainer.micro_batch_tokens
@@ -134,7 +135,7 @@ def phase_total(lines: list[Line], phase: When) -> float:
     return sum(line.size for line in lines if line.when == phase)
 
 
-def _student_lines(config: Config, shape: Shape) -> list[Line]:
+def _student_lines(config: Config, shape: Shape, graphs: bool) -> list[Line]:
     model, trainer = config.model.student, config.trainer
     width = BYTES[model.dtype]
     trained = shape.adapter_parameters(model.lora) if model.lora else shape.parameters
@@ -155,14 +156,9 @@ def _student_lines(config: Config, shape: Shape) -> list[Line]:
         Line("student weights", shape.weights(model), "always"),
         *([Line("adapter", trained * trained_width, "always")] if model.lora else []),
         Line("optimizer", 2 * trained * trained_width, "always"),
-        Line("KV cache", cache, "generate"),
-        # A compaction holds the old and the new copy of one half of the cache, a prefill one block's
-        # activations.
-        Line(
-            "prefill",
-            min(rows * config.data.max_prompt_length, tokens) * shape.forward_per_token(model),
-            "generate",
-        ),
+        # The static cache behind captured graphs is filled from the one that the prefill wrote.
+        Line("KV cache", cache * (2 if graphs else 1), "generate"),
+        Line("prefill", rows * config.data.max_prompt_length * shape.forward_per_token(model), "generate"),
         Line("gradients", trained * trained_width, "update"),
         Line("activations", saved, "update"),
         Line("logits chunk", _chunk(config, shape) * chunk_copies(config.algo), "update"),

@@ -80,7 +80,8 @@ def make_plan(config: Config) -> Plan:
             "placement=local (or placement=one_gpu)."
         )
     roles = ("actor", "rollout", "teacher") if config.algo.name == "gkd" else ("actor", "rollout")
-    plan = Plan(config, device, roles, tuple(_lines(config)), _budget(config, device, cuda), tuple(obstacles))
+    lines = tuple(_lines(config, device))
+    plan = Plan(config, device, roles, lines, _budget(config, device, cuda), tuple(obstacles))
     if plan.budget is not None and plan.lines and plan.estimate > plan.budget:
         worst = max(plan.lines, key=lambda line: line.size)
         raise ConfigError(
@@ -122,13 +123,13 @@ def _budget(config: Config, device: str, cuda: bool) -> float | None:
     return float(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" and cuda else None
 
 
-def _lines(config: Config) -> list[Line]:
+def _lines(config: Config, device: str) -> list[Line]:
     student = _shape(config.model.student)
     teacher = _shape(config.model.teacher) if config.model.teacher and config.algo.name == "gkd" else None
     wants_teacher = config.model.teacher is not None and config.algo.name == "gkd"
     if student is None or (wants_teacher and teacher is None):
         return []
-    return estimate(config, student, teacher)
+    return estimate(config, student, teacher, device)
 
 
 def _shape(model: ModelConfig) -> Shape | None:

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from miniverl.config import Config, ConfigError, LoraConfig, ModelConfig, ModelsConfig, PlacementConfig, RolloutConfig
+from miniverl.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelConfig,
+    ModelsConfig,
+    PlacementConfig,
+    RolloutConfig,
+)
 from miniverl.controller.memory_estimate import Shape
 from miniverl.controller.plan import GIB, make_plan
 from miniverl.main import compose

@@ -1,4 +1,4 @@
-"""How much memory tensors took at their peak: the device's allocator on CUDA, the kernel's high-water mark on CPU."""
+"""Peak memory of tensors: by the allocator on CUDA, by the kernel's high-water mark on a CPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROUNDS = 4
 
 
 class PeakMemory:
-    """Measures from its construction, i.e. after imports and before models, until some call comes a fifth time.
+    """Measures from its construction (after imports, before models) until some call comes a fifth time.
 
-    On a CPU the process holds more than its tensors: freed blocks that the C library keeps for reuse. While this
-    measures, blocks of 1 MiB and more go back to the kernel at once, so that the high-water mark is that of tensors;
-    that costs time, so it ends after the first rounds, when every buffer of a step has existed.
+    On a CPU the process holds more than its tensors: freed blocks that the C library keeps for reuse. While
+    this measures, blocks of 1 MiB and more go back to the kernel at once, so that the high-water mark is that
+    of tensors; that costs time, so it ends after the first rounds, when every buffer of a step has existed.
     """
 
     def __init__(self, device: str) -> None:

@@ -115,8 +115,9 @@ class FamilyDecoder:
         return self.norm(x[:, 0])
 
     def keep(self, rows: Tensor) -> None:
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
+        for i in range(len(self.layers)):  # layer by layer, so that only one layer's cache exists twice
+            self.keys[i] = self.keys[i][rows]
+            self.values[i] = self.values[i][rows]
         self.pad_B = self.pad_B[rows]
 
     def rotary_at(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
