@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,10 @@ def make_plan(config: Config) -> Plan:
             "none that torch can use. The same recipe runs here on the embedded models with model=demo "
             "placement=local (or placement=one_gpu)."
         )
+    cores = os.cpu_count() or 1
+    if config.placement.kind == "one_gpu" and config.placement.num_cpus > cores:
+        asked = config.placement.num_cpus
+        obstacles.append(f"placement.num_cpus={asked} is more than this machine's {cores} cores.")
     roles = ("actor", "rollout", "teacher") if config.algo.name == "gkd" else ("actor", "rollout")
     lines = tuple(_lines(config, device))
     plan = Plan(config, device, roles, lines, _budget(config, device, cuda), tuple(obstacles))

@@ -156,23 +156,7 @@ def _start_ray(
 ) -> tuple[Any, str | None]:
     """A Ray of our own, never somebody else's, within `placement.wait_s`; the module and the dashboard's
     address. `closing` says that it is no longer needed."""
-    # Ray switches token authentication on as soon as this file exists, and then fails with a bare "failed to
-    # connect".
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray runs its workers at niceness 15, which on a desktop starves the run of whatever else is open.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    import ray
-    import ray.exceptions
-
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would remark that a thread starts it
-    cpus = max(placement.num_cpus, os.cpu_count() or 1)
-    if placement.num_cpus > (os.cpu_count() or 1):
-        raise ConfigError(
-            f"placement.num_cpus={placement.num_cpus} is more than this machine's {os.cpu_count()} cores."
-        )
+    ray = _import_ray()
     failure: list[BaseException] = []
     started: list[Any] = []
     answered = threading.Event()
@@ -183,7 +167,7 @@ def _start_ray(
                 ray.init(
                     address="local",
                     namespace=name,
-                    num_cpus=cpus,
+                    num_cpus=os.cpu_count() or 1,
                     include_dashboard=placement.dashboard,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -202,16 +186,34 @@ def _start_ray(
     if not started:
         closing.set()
         why = f"{failure[0]}" if failure else f"no answer within placement.wait_s={placement.wait_s:g} s"
-        token = (
-            " ~/.ray/auth_token exists: try RAY_AUTH_MODE=disabled."
-            if AUTH_TOKEN.expanduser().exists()
-            else ""
-        )
+        has_token = AUTH_TOKEN.expanduser().exists()
+        token = " ~/.ray/auth_token exists: try RAY_AUTH_MODE=disabled." if has_token else ""
         raise RunError(
             f"Ray did not start: {why}.{token} placement=local runs the same experiment without Ray."
         )
     url = started[0].dashboard_url
     return ray, f"http://{url}" if url else None
+
+
+def _import_ray() -> Any:
+    """Ray, with the surroundings that it reads when it is imported; what a user has set is left alone."""
+    # Ray switches token authentication on as soon as a token file exists, and then fails with a bare "failed
+    # to connect". Its workers run at niceness 15, which on a desktop starves the run of whatever else is
+    # open.
+    ours = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+    }
+    for name, value in ours.items():
+        os.environ.setdefault(name, value)
+    import ray
+    import ray.exceptions
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would remark that a thread starts it
+    return ray
 
 
 def _worker_environment(placement: PlacementConfig) -> dict[str, str]:

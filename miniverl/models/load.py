@@ -3,6 +3,7 @@ samples."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,13 +153,11 @@ def _peft_config(config: ModelConfig) -> PeftLoraConfig:
 def _quantisation(role: str, config: ModelConfig, device: torch.device) -> dict[str, object]:
     if config.quantization == "none":
         return {}
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"model.{role}.quantization=nf4 needs bitsandbytes: pip install -r requirements/nf4.txt, or "
             f"set model.{role}.quantization=none."
-        ) from None
+        )
     from transformers import BitsAndBytesConfig
 
     compute = getattr(torch, config.dtype)

@@ -14,7 +14,7 @@ from miniverl.config import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 PUBLISHED_CONFIGS = Path(__file__).parent.parent / "conf" / "model"
-HUB_DEADLINE_S = 8.0
+HUB_DEADLINE_S = 5.0
 
 
 def locate(role: str, path: str) -> str:
@@ -66,7 +66,9 @@ def _ask_hub(key: str, name: str) -> None:
     deadline."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # its remarks on every retry would bury the one sentence that says it all
     try:
         hf_hub_download(name, "config.json", local_files_only=True)
         return
