@@ -90,9 +90,9 @@ class RayPool:
             if available.get(resource, 0.0) < amount:
                 self.close()
                 raise ConfigError(
-                    f"placement.kind={placement.kind} wants {amount:g} {resource}, Ray has "
-                    f"{available.get(resource, 0.0):g} here. Lower placement.num_cpus, or use "
-                    "placement=local."
+                    f"placement.kind={placement.kind}, placement.num_cpus={placement.num_cpus} wants "
+                    f"{amount:g} {resource}, Ray has {available.get(resource, 0.0):g} here. Lower "
+                    "placement.num_cpus, or use placement=local."
                 )
         try:
             self.hosts = [
