@@ -29,6 +29,7 @@ bench: $(VENV)/bench.stamp
 
 # Retrains the embedded demo family from its recipes into build/models (docs/demo-models.md).
 models: $(VENV)/core.stamp
+	rm -rf build/models
 	for name in teacher student_low_data student_no_carry; do \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m miniverl.main +experiment=make_demo_$$name trainer.resume=never \
 	    trainer.run_dir=build/models/$$name || exit 1; done

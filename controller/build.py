@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from miniverl.checkpoint import locked, write_json
-from miniverl.config import Config, RunError
+from miniverl.config import Config, ConfigError, RunError
 from miniverl.controller import resume
 from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.group import WorkerGroup
@@ -52,14 +52,20 @@ def run(config: Config, plan: Plan) -> dict[str, Any]:
         if checkpoint is not None:
             resume.check_data(checkpoint, data.train.fingerprint)
         _announce(config, plan, run_dir, checkpoint.step if checkpoint else None, data, len(tokenizer))
-        (run_dir / resume.RESULT).unlink(missing_ok=True)
         write_json(run_dir / "environment.json", describe_environment())
         pool = _pool(config, plan)
         try:
             with Record(config, run_dir, checkpoint, psutil.Process().create_time()) as record:
                 loop = assemble(config, plan.roles, pool, tokenizer, stops, data, record, plan.device)
                 record.stop_on(signal.SIGTERM)
+                told = loop.rollout.first(RolloutWorker.notes)
+                for note in told:
+                    say(note)
+                (run_dir / resume.RESULT).unlink(missing_ok=True)
                 fit(loop)
+                for note in loop.rollout.first(RolloutWorker.notes):
+                    if note not in told:
+                        say(note)
                 result = _finish(config, plan, pool, loop, record)
         finally:
             pool.close()
@@ -81,8 +87,6 @@ def assemble(
     pool.build("actor", Actor, config, vocabulary, device)
     pool.build("rollout", RolloutWorker, config, colocated("actor"))
     actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
-    for note in rollout.first(RolloutWorker.notes):
-        say(note)
     sampling = Sampling(
         config.rollout.temperature,
         config.rollout.top_k,
@@ -91,7 +95,7 @@ def assemble(
         stops,
         config.trainer.seed,
     )
-    greedy = Sampling(
+    held_out = Sampling(
         config.eval.temperature,
         0,
         1.0,
@@ -99,7 +103,7 @@ def assemble(
         stops,
         config.trainer.seed,
     )
-    evaluate = Evaluator(rollout, data.held_out, greedy, tokenizer, config.eval.scorer)
+    evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
     if "teacher" not in roles:
         return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
     pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
@@ -142,12 +146,18 @@ def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]
         for note in check_tokenizers(
             tokenizer,
             teacher,
-            stops,
-            stop_ids(teacher, eos_ids("teacher", config.model.teacher)),
+            (*stops, *config.rollout.stop_ids),
+            (*stop_ids(teacher, eos_ids("teacher", config.model.teacher)), *config.rollout.stop_ids),
             config.model.tokenizer_mismatch,
             config.data.chat_template_kwargs,
         ):
             say(note)
+    k = config.algo.teacher_top_k
+    if k is not None and k > len(tokenizer):
+        raise ConfigError(
+            f"algo.teacher_top_k={k}, but the vocabulary has {len(tokenizer)} tokens: use at most that, "
+            "or null for the full distribution."
+        )
     more = tuple(i for i in config.rollout.stop_ids if i not in stops)
     return tokenizer, () if config.rollout.ignore_eos else stops + more
 
@@ -196,7 +206,7 @@ def _finish(config: Config, plan: Plan, pool: Pool, loop: Loop, record: Record) 
         "measured": {"total": max(pool.peak_memory_bytes())},
         "budget": plan.budget,
     }
-    if record.stop_signal is not None:
+    if record.stop_signal is not None and not result["finished"]:
         say(f"stopped by {record.stop_signal} after step {record.step}; the same command goes on from there")
         return result
     if config.trainer.export:

@@ -144,7 +144,8 @@ def _student_lines(config: Config, shape: Shape, graphs: bool) -> list[Line]:
     rows = min(
         config.rollout.max_batch_rows, max(trainer.prompts_per_step * config.rollout.n, config.eval.size)
     )
-    slots = config.data.max_prompt_length + config.rollout.max_response_length
+    response = max(config.rollout.max_response_length, config.eval.max_response_length or 0)
+    slots = config.data.max_prompt_length + response
     cache = rows * slots * shape.cache_per_token(model)
     tokens = trainer.micro_batch_tokens
     if model.gradient_checkpointing:

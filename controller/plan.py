@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -78,8 +79,14 @@ def make_plan(config: Config) -> Plan:
         obstacles.append(
             "a CUDA GPU is needed (placement.device=cuda or model.requires_cuda=true) and this machine has "
             "none that torch can use. The same recipe runs here on the embedded models with model=demo "
-            "placement=local (or placement=one_gpu)."
+            "placement=local placement.device=auto (or placement=one_gpu)."
         )
+    for role, model in (("student", config.model.student), ("teacher", config.model.teacher)):
+        if model is not None and model.quantization == "nf4" and find_spec("bitsandbytes") is None:
+            obstacles.append(
+                f"model.{role}.quantization=nf4 needs bitsandbytes: pip install -r requirements/nf4.txt, or "
+                f"set model.{role}.quantization=none."
+            )
     cores = os.cpu_count() or 1
     if config.placement.kind == "one_gpu" and config.placement.num_cpus > cores:
         asked = config.placement.num_cpus

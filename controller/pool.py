@@ -83,6 +83,10 @@ class RayPool:
         self.placement = placement
         self.name = "+".join(roles)
         self._closing = threading.Event()
+        if placement.num_cpus > (cores := os.cpu_count() or 1):
+            raise ConfigError(
+                f"placement.num_cpus={placement.num_cpus} is more than this machine's {cores} cores."
+            )
         self.ray, self.dashboard_url = _start_ray(placement, name, self._closing)
         wanted = {"CPU": float(placement.num_cpus)} | ({"GPU": 1.0} if device == "cuda" else {})
         available = self.ray.cluster_resources()
@@ -91,8 +95,8 @@ class RayPool:
                 self.close()
                 raise ConfigError(
                     f"placement.kind={placement.kind}, placement.num_cpus={placement.num_cpus} wants "
-                    f"{amount:g} {resource}, Ray has {available.get(resource, 0.0):g} here. Lower "
-                    "placement.num_cpus, or use placement=local."
+                    f"{amount:g} {resource}, Ray has {available.get(resource, 0.0):g} here. Use "
+                    "placement=local, or placement.device=cpu."
                 )
         try:
             self.hosts = [

@@ -6,6 +6,7 @@ The loops say what happened; when something is due, where it is written and how 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -39,6 +40,8 @@ class Record:
         self.timers = Timers()
         self.stop_signal: str | None = None
         self._samples: list[Mapping[str, object]] = []
+        if resume_from is None:  # a run of this directory that never got to a checkpoint
+            shutil.rmtree(run_dir / "samples", ignore_errors=True)
         write_json(run_dir / "config.json", config_to_dict(config))
         self.sinks = open_sinks(
             config.trainer.sinks, run_dir, self.step + 1 if resume_from else 0, config.trainer.steps
@@ -50,8 +53,7 @@ class Record:
     def __exit__(self, *error: object) -> None:
         self.sinks.close()
 
-    # -- when things are due
-    # ---------------------------------------------------------------------------------------
+    # When things are due.
 
     @property
     def running(self) -> bool:
@@ -70,8 +72,7 @@ class Record:
         every = self.config.trainer.save_every
         return not self.running or (every > 0 and self.step % every == 0)
 
-    # -- what happened
-    # ---------------------------------------------------------------------------------------------
+    # What happened.
 
     def finish_step(self, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]]) -> None:
         """Count the step and log it."""
@@ -124,8 +125,7 @@ class Record:
         actor.all(Actor.load, str(self.resume_from.path))
         stream.seek(self.state["position"])
 
-    # -- the end
-    # ---------------------------------------------------------------------------------------------------
+    # The end.
 
     @property
     def seconds(self) -> float:

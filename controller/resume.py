@@ -19,8 +19,13 @@ MAY_DIFFER = (
     "hardware",
     "extra",
     "plan_only",
-    "placement",
-    "eval",
+    "placement.kind",
+    "placement.memory_gib",
+    "placement.num_cpus",
+    "placement.wait_s",
+    "placement.call_timeout_s",
+    "placement.dashboard",
+    "eval.every",
     "trainer.run_dir",
     "trainer.resume",
     "trainer.save_every",
@@ -43,9 +48,8 @@ def choose(config: Config) -> tuple[Path, Checkpoint | None]:
     """The run's directory and the checkpoint to go on from, if any.
 
     Raises:
-        ConfigError: nothing to resume at the path given, a checkpoint of another experiment, or a run that is
-            still going.
-        RunError: the checkpoint is damaged.
+        ConfigError: nothing to resume at the path given, a checkpoint of another experiment or a damaged
+            one, or a run that is still going.
     """
     trainer = config.trainer
     if trainer.resume == "never":
@@ -68,8 +72,8 @@ def choose(config: Config) -> tuple[Path, Checkpoint | None]:
         )
     checkpoint = _compatible(config, found[-1])
     holder = checkpoint.path.absolute().parent
-    if trainer.run_dir:
-        return Path(trainer.run_dir), checkpoint
+    if trainer.run_dir and Path(trainer.run_dir).resolve() != holder.parent.resolve():
+        return _fresh_directory(config), checkpoint
     # One that was copied out of its run has no run directory to go on in.
     return holder.parent if holder.name == "checkpoints" else _fresh_directory(config), checkpoint
 

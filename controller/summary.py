@@ -12,10 +12,12 @@ from miniverl.workers.rollout.base import Sampling
 def describe_rollouts(rollouts: Sequence[Rollout], sampling: Sampling) -> dict[str, float]:
     """Lengths, mean score, tokens, share of dataset responses, and the oldest weight version that wrote a
     token."""
+    # The dataset's answers are not the student's merit.
+    own = [r for r in rollouts if r.source == "student"] or rollouts
     metrics: dict[str, Metric] = {
-        **length_metrics("response_length", [len(r.response_ids) for r in rollouts], sampling.max_new_tokens),
+        **length_metrics("response_length", [len(r.response_ids) for r in own], sampling.max_new_tokens),
         **length_metrics("prompt_length", [len(r.prompt_ids) for r in rollouts], 2**31),
-        "critic/score/mean": Mean.of(score for r in rollouts for score in r.rewards.values()),
+        "critic/score/mean": Mean.of(score for r in own for score in r.rewards.values()),
         "rollout/dataset_share": Mean.of(r.source == "dataset" for r in rollouts),
         "perf/total_num_tokens": Sum(sum(len(r) for r in rollouts)),
         "training/weight_version": Min(min(r.version[0] for r in rollouts)),

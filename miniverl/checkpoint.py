@@ -50,10 +50,10 @@ class Checkpoint:
                 raise self._damaged(f"{name} does not match its checksum")
         return self
 
-    def _damaged(self, what: str) -> RunError:
-        return RunError(
+    def _damaged(self, what: str) -> ConfigError:
+        return ConfigError(
             f"checkpoint {self.path}: {what}. Resume from another one with trainer.resume=PATH, or start "
-            "anew with trainer.resume=never."
+            "anew with trainer.resume=never and another trainer.run_dir."
         )
 
 

@@ -100,7 +100,7 @@ class DataConfig:
     response_key: str | None = None
     """Column with a reference response (needed by SFT and by algo.lam < 1)."""
     answer_key: str | None = None
-    """Column with the ground truth that `reward` compares with; dots reach into a struct
+    """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
     (`reward_model.ground_truth`)."""
     tools_key: str | None = None
     """Column with tool schemas for the chat template."""
@@ -144,7 +144,7 @@ class RolloutConfig:
 class AlgoConfig:
     name: Literal["gkd", "sft"] = "gkd"
     divergence: Divergence = "jsd"
-    """GKD's per-token divergence between teacher p and student q; see miniverl.algos.distillation."""
+    """GKD's per-token divergence between teacher p and student q; see miniverl.algos.divergences."""
     beta: float = 0.5
     """Interpolation of `jsd`: 0 is forward KL exactly, 1 reverse KL exactly."""
     alpha: float = 0.1
@@ -196,7 +196,8 @@ class TrainerConfig:
     """Padded tokens in one forward/backward: bounds activation memory, never changes the gradient."""
     seed: int = 0
     deterministic: bool = True
-    """Refuse whatever would make two runs of the same config differ."""
+    """Refuse settings and engines that would make two runs of the same config differ. (CUDA kernels may still
+    round differently from run to run.)"""
     run_dir: str | None = None
     """None = runs/<experiment>/<time>."""
     resume: str = "auto"
@@ -223,7 +224,8 @@ class PlacementConfig:
     device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_gib: PositiveFloat | None = None
-    """Memory budget of the device; the plan is refused above it. None = what the device has."""
+    """Memory budget of the device; the plan is refused above it. None = what a GPU has, and no limit on
+    a CPU."""
     threads: PositiveInt = 1
     """torch threads per process on CPU."""
     num_cpus: PositiveInt = 1
@@ -275,6 +277,12 @@ def _ranges(c: Config) -> None:
     _in_range("optim.warmup_steps", c.optim.warmup_steps, 0, c.trainer.steps, "trainer.steps is the end.")
     _in_range("optim.min_lr_ratio", c.optim.min_lr_ratio, 0, 1)
     _in_range("optim.weight_decay", c.optim.weight_decay, 0, 1e6)
+    for i, beta in enumerate(c.optim.betas):
+        _in_range(f"optim.betas[{i}]", beta, 0, 0.999999)
+    if c.model.student.lora:
+        _in_range("model.student.lora.dropout", c.model.student.lora.dropout, 0, 0.999999)
+    for i, stop in enumerate(c.rollout.stop_ids):
+        _in_range(f"rollout.stop_ids[{i}]", stop, 0, 2**31)
     _in_range("optim.grad_clip", c.optim.grad_clip, 0, 1e9, "0 means no clipping.")
     _in_range("eval.temperature", c.eval.temperature, 0, 100, "0 means greedy.")
     _in_range("data.addition.forget_carry", c.data.addition.forget_carry, 0, 1)
@@ -360,6 +368,9 @@ def _data(c: Config) -> None:
 
 def _sizes(c: Config) -> None:
     rows = c.trainer.prompts_per_step * c.rollout.n
+    if c.rollout.n > c.rollout.max_batch_rows:
+        raise ConfigError(f"rollout.n={c.rollout.n} responses of one prompt are generated together, but "
+                          f"rollout.max_batch_rows={c.rollout.max_batch_rows}; raise it to at least that.")
     longest = c.data.max_prompt_length + c.rollout.max_response_length
     if c.trainer.micro_batch_tokens < longest:
         raise ConfigError(

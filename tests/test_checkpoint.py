@@ -88,7 +88,7 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
         path.write_bytes(content)
     else:
         path.write_bytes(content[:-1] if damage == "cut" else b"")
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(ConfigError) as caught:
         checkpoint.verify()
     text = str(caught.value)
     assert name in text and str(checkpoint.path) in text and "trainer.resume" in text
@@ -100,7 +100,7 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
 def test_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
     checkpoint = saved(tmp_path, 5)
     (checkpoint.path / "manifest.json").write_text(content)
-    with pytest.raises(RunError, match=r"manifest\.json"):
+    with pytest.raises(ConfigError, match=r"manifest\.json"):
         checkpoint.verify()
 
 

@@ -156,7 +156,8 @@ def test_section_that_is_off_is_turned_on_by_a_key_of_it_and_off_by_null() -> No
     assert lora is not None
     assert (lora.rank, lora.alpha, lora.target_modules) == (8, 32.0, "all-linear")
     assert compose([QUICK, "model.student.lora.rank=8", "model.student.lora=null"]).model.student.lora is None
-    assert compose(["+experiment=gkd_4080", "model.student.lora=null"]).model.student.lora is None
+    full = compose(["+experiment=gkd_4080", "model.student.lora=null", "model.student.dtype=float32"])
+    assert full.model.student.lora is None
     assert compose(["+experiment=make_demo_teacher", "model.teacher.path=x"]).model.teacher is not None
     run_dir = compose([QUICK, "trainer.run_dir=here"]).trainer.run_dir
     assert run_dir == "here"

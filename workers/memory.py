@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
 from collections import Counter
@@ -35,7 +36,9 @@ class PeakMemory:
         _return_blocks_from(_AT_ONCE)
         self._baseline = _resident("VmRSS")
         if _RESET.exists():
-            _RESET.write_text("5")  # the kernel's way of starting VmHWM anew
+            # Some containers forbid it; the mark then covers the imports too.
+            with contextlib.suppress(OSError):
+                _RESET.write_text("5")  # the kernel's way of starting VmHWM anew
 
     def before(self, call: str) -> None:
         """Tell that a call is about to run."""
@@ -60,5 +63,5 @@ def _return_blocks_from(size: int) -> None:
 def _resident(field: str) -> int:
     if not _STATUS.exists():
         return 0
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
+    lines = (line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return next((int(line.split()[1]) * 1024 for line in lines), 0)

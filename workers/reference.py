@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from miniverl.algos.objectives import head_log_probs
-from miniverl.config import Config, ConfigError, ModelConfig
+from miniverl.config import Config, ModelConfig
 from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained
 from miniverl.models.load import load_model
@@ -19,12 +19,6 @@ from miniverl.types import Batch, Head, HiddenTargets, TopKTargets
 
 class Reference:
     def __init__(self, config: Config, model: ModelConfig, vocab_size: int, device: str) -> None:
-        k = config.algo.teacher_top_k
-        if k is not None and k > vocab_size:
-            raise ConfigError(
-                f"algo.teacher_top_k={k}, but the vocabulary has {vocab_size} tokens: use at most that, or "
-                "null for the full distribution."
-            )
         self.config = config
         self.model = load_model(
             "teacher", model, vocab_size=vocab_size, device=torch.device(device), seed=config.trainer.seed

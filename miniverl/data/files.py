@@ -144,7 +144,8 @@ def load(key: str, part: str, data: DataConfig, tokenizer: PreTrainedTokenizerBa
                           "measured after templating, too long. Raise the limit, or set "
                           "data.overlong_prompts to left, right, middle (cut) or filter (leave out).")
     if not prompts and not bad:
-        raise ConfigError(f"{key}: no prompt is left of {count} rows in {data.train_files or data.eval_files}"
+        paths = data.train_files if part == "train" else data.eval_files
+        raise ConfigError(f"{key}: no prompt is left of {count} rows in {paths}"
                           + (f" ({len(overlong)} are over data.max_prompt_length={data.max_prompt_length})."
                              if overlong else "."))
     return Loaded(tuple(prompts), tuple(bad), _overlong_note(len(overlong), count, key, data))

@@ -49,10 +49,21 @@ class LoadedModel:
         return self.causal_lm.device
 
 
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
 def load_tokenizer(role: str, config: ModelConfig) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(
-        locate(role, config.path), trust_remote_code=config.trust_remote_code
-    )
+    """Raises ConfigError where the model comes without a tokenizer that transformers can read."""
+    path = locate(role, config.path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(role, config, "tokenizer", error) from error
 
 
 def eos_ids(role: str, config: ModelConfig) -> int | list[int] | None:
@@ -63,7 +74,16 @@ def eos_ids(role: str, config: ModelConfig) -> int | list[int] | None:
     try:
         return GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model ships without one
+        pass
+    try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code).eos_token_id
+    except (OSError, ValueError) as error:
+        raise _unreadable(role, config, "config.json", error) from error
+
+
+def _unreadable(role: str, config: ModelConfig, what: str, error: Exception) -> ConfigError:
+    first = str(error).strip().splitlines()[0]
+    return ConfigError(f"model.{role}.path={config.path!r}: its {what} could not be read: {first}")
 
 
 def load_model(
@@ -79,7 +99,7 @@ def load_model(
     if config.init == "random":
         torch.manual_seed(seed)
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, config.dtype))
+        causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[config.dtype])
     else:
         causal_lm = _pretrained(role, config, path, device)
     if config.quantization == "none":
@@ -105,7 +125,7 @@ def _pretrained(role: str, config: ModelConfig, path: str, device: torch.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             output_loading_info=True,
-            dtype=getattr(torch, config.dtype),
+            dtype=DTYPES[config.dtype],
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             attn_implementation="sdpa",
@@ -160,7 +180,7 @@ def _quantisation(role: str, config: ModelConfig, device: torch.device) -> dict[
         )
     from transformers import BitsAndBytesConfig
 
-    compute = getattr(torch, config.dtype)
+    compute = DTYPES[config.dtype]
     four_bit = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

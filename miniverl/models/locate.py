@@ -58,14 +58,19 @@ def read_config(path: str) -> dict[str, Any] | None:
     else:
         directory = PUBLISHED_CONFIGS / path.rsplit("/", 1)[-1].lower()
     file = directory / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}), so {path!r} is not a model.") from None
 
 
 def _ask_hub(key: str, name: str) -> None:
     """Make sure that a hub model's config can be had: from the local cache, else from the hub, within the
     deadline."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its remarks on every retry would bury the one sentence that says it all
@@ -74,6 +79,8 @@ def _ask_hub(key: str, name: str) -> None:
         return
     except LocalEntryNotFoundError:
         pass
+    except HFValidationError:
+        raise ConfigError(f"{key}: there is no such directory.") from None
     outcome: list[Exception | None] = []
 
     def ask() -> None:

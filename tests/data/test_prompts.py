@@ -3,12 +3,14 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from miniverl.config import (
     AdditionConfig,
+    AlgoConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -180,7 +182,9 @@ def test_malformed_rows_by_policy(files, tmp_path):
 
 
 def test_addition_prompts_and_demonstrations():
-    stream = addition(seed=5, digits=(1, 4), forget_carry=0.5).train
+    task = AdditionConfig(digits=(1, 4), forget_carry=0.5)
+    mixed = replace(config(DataConfig(addition=task), 5, 20), algo=AlgoConfig(lam=0.5))
+    stream = open_data(mixed, DEMO, None).train
     for i, prompt in enumerate(stream.take(60)):
         problem = draw(5, "train", i, (1, 4))
         forget = forgets_carry(5, i, 0.5)

@@ -42,6 +42,8 @@ class HfCached:
             )
         elif cuda_graphs and model.device.type == "cuda":
             self.decoder = GraphDecoder(FamilyDecoder(model))
+            # A capture that fails is to be told at start, not found out.
+            self.generate([Request("capture", (0,))], Sampling(0.0, 0, 1.0, 2, (), 0))
         else:
             self.decoder = FamilyDecoder(model)
 

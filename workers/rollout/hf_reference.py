@@ -46,14 +46,15 @@ class HfReference:
                 break
             longest = max(len(sequences[b]) for b in live)
             ids = [sequences[b] + [0] * (longest - len(sequences[b])) for b in live]
-            logits = self.model.causal_lm(
+            hidden = self.model.backbone(
                 input_ids=torch.tensor(ids, device=self.model.device), use_cache=False
-            ).logits
-            last = torch.tensor([len(sequences[b]) - 1 for b in live], device=logits.device)
-            logits_BV = logits[torch.arange(len(live), device=logits.device), last, : self.model.vocab_size]
-            tokens, log_probs = draw(
-                logits_BV, sampling, torch.from_numpy(noise_BT[live, step]).to(logits.device)
-            )
+            ).last_hidden_state
+            last = torch.tensor([len(sequences[b]) - 1 for b in live], device=hidden.device)
+            hidden_BH = hidden[torch.arange(len(live), device=hidden.device), last]
+            head = self.model.head
+            logits_BV = torch.nn.functional.linear(hidden_BH, head.weight_VH, head.bias_V)
+            noise_B = torch.from_numpy(noise_BT[live, step]).to(hidden.device)
+            tokens, log_probs = draw(logits_BV, sampling, noise_B)
             for b, token in zip(live, tokens.tolist(), strict=True):
                 sequences[b].append(token)
             responses.append(live, tokens.tolist(), log_probs.tolist())

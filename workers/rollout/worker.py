@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from miniverl.config import Config
+from miniverl.config import Config, ConfigError
 from miniverl.data.responses import dataset_rollout
 from miniverl.types import Prompt, Rollout
 from miniverl.workers.actor import Actor
@@ -25,6 +25,11 @@ class RolloutWorker:
     def __init__(self, config: Config, actor: Actor) -> None:
         self.weights = SharedModule(actor.model)
         self.engine = ENGINES[config.rollout.engine](config, self.weights)
+        if config.trainer.deterministic and not self.engine.seeded:
+            raise ConfigError(
+                f"rollout.engine={config.rollout.engine} cannot be seeded per sample; use rollout=hf_cached, "
+                "or accept it with trainer.deterministic=false."
+            )
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, n: int, lam: float
