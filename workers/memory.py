@@ -14,11 +14,11 @@ _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 _M_MMAP_THRESHOLD = -3
 _AT_ONCE, _USUAL = 1 << 20, 1 << 25
-ROUNDS = 4
+ROUNDS = 3
 
 
 class PeakMemory:
-    """Measures from its construction (after imports, before models) until some call comes a fifth time.
+    """Measures from its construction (after imports, before models) until some call comes a fourth time.
 
     On a CPU the process holds more than its tensors: freed blocks that the C library keeps for reuse. While
     this measures, blocks of 1 MiB and more go back to the kernel at once, so that the high-water mark is that
