@@ -22,6 +22,7 @@ from miniverl.controller.group import WorkerGroup
 from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
+from miniverl.controller.signals import Distillation, PolicyGradient, Signal
 from miniverl.controller.supervised import Supervised
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
@@ -104,13 +105,24 @@ def assemble(
         config.trainer.seed,
     )
     evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
-    if "teacher" not in roles:
+    if config.algo.name == "sft":
         return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
-    pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
-    actor.all(Actor.attach_teacher, colocated("teacher", "head"))
-    return Trainer(
-        config, data, tokenizer, sampling, actor, rollout, WorkerGroup(pool, "teacher"), evaluate, record
-    )
+    signal = _signal(config, roles, pool, actor, vocabulary, device)
+    return Trainer(config, data, tokenizer, sampling, actor, rollout, signal, evaluate, record)
+
+
+def _signal(
+    config: Config, roles: tuple[str, ...], pool: Pool, actor: WorkerGroup, vocabulary: int, device: str
+) -> Signal:
+    """The workers that the objective asks, and the object that asks them."""
+    if config.algo.name == "gkd":
+        pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
+        actor.all(Actor.attach_teacher, colocated("teacher", "head"))
+        return Distillation(WorkerGroup(pool, "teacher"))
+    if "reference" not in roles:
+        return PolicyGradient(config, actor, None)
+    pool.build("reference", Reference, config, config.model.student, vocabulary, device, "student")
+    return PolicyGradient(config, actor, WorkerGroup(pool, "reference"))
 
 
 @contextlib.contextmanager

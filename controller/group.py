@@ -46,9 +46,36 @@ class WorkerGroup:
         **kwargs: P.kwargs,
     ) -> dict[str, float]:
         """Shard the batch by tokens; merge the workers' metrics with their own denominators."""
+        return self.reduce_each(method, [batch], *args, **kwargs)
+
+    def reduce_each(
+        self,
+        method: Callable[Concatenate[W, Batch, P], Mapping[str, Metric]],
+        batches: Sequence[Batch],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[str, float]:
+        """`reduce` of one batch after the other, their metrics merged as if they were one."""
+        parts: list[Mapping[str, Metric]] = []
+        for batch in batches:
+            shares = self._shares(batch.lengths_N.tolist())
+            parts += self._call(method, [(batch.select(share), *args) for share in shares], kwargs)
+        return finalize(merge(parts))
+
+    def rows(
+        self,
+        method: Callable[Concatenate[W, Batch, P], list[Item]],
+        batch: Batch,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Item]:
+        """Shard the batch by tokens; one answer per sequence, in the batch's order."""
         shares = self._shares(batch.lengths_N.tolist())
         parts = self._call(method, [(batch.select(share), *args) for share in shares], kwargs)
-        return finalize(merge(parts))
+        answers = dict(
+            zip((i for share in shares for i in share), (a for part in parts for a in part), strict=True)
+        )
+        return [answers[i] for i in range(len(batch))]
 
     def shard(
         self,
@@ -101,6 +128,7 @@ def _joined(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
         mask_S=torch.cat([p.mask_S for p in parts]),
         rows=tuple(row for p in parts for row in p.rows),
         trained_tokens=parts[0].trained_tokens,
+        trained_sequences=parts[0].trained_sequences,
         targets=_joined_targets([p.targets for p in parts if p.targets is not None]),
     )
     place = {row: i for i, row in enumerate(whole.rows)}

@@ -125,6 +125,16 @@ def estimate(config: Config, student: Shape, teacher: Shape | None, device: str)
     return lines
 
 
+def reference_lines(config: Config, student: Shape) -> list[Line]:
+    """A frozen copy of the student, which scores as a teacher does but keeps one number per token."""
+    model = config.model.student
+    tokens = config.trainer.micro_batch_tokens
+    return [
+        Line("reference weights", student.weights(model), "always"),
+        Line("reference activations", tokens * student.forward_per_token(model), "score"),
+    ]
+
+
 def total(lines: list[Line]) -> float:
     """Bytes at the worst moment."""
     always = sum(line.size for line in lines if line.when == "always")
@@ -171,6 +181,8 @@ def chunk_copies(algo: AlgoConfig) -> int:
     """How many [chunk, vocabulary] exist at the worst moment of the loss (counted; see algos/)."""
     if algo.name == "sft":
         return 2
+    if algo.name == "policy_gradient":
+        return 4 if algo.policy.entropy_coef else 3
     return 3 if algo.teacher_top_k is not None else COPIES[algo.divergence]
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from miniverl.config import Config, ConfigError, ModelConfig
-from miniverl.controller.memory_estimate import Line, Shape, estimate, total
+from miniverl.controller.memory_estimate import Line, Shape, estimate, reference_lines, total
 from miniverl.models.locate import read_config
 
 GIB = 2**30
@@ -91,7 +91,7 @@ def make_plan(config: Config) -> Plan:
     if config.placement.kind == "one_gpu" and config.placement.num_cpus > cores:
         asked = config.placement.num_cpus
         obstacles.append(f"placement.num_cpus={asked} is more than this machine's {cores} cores.")
-    roles = ("actor", "rollout", "teacher") if config.algo.name == "gkd" else ("actor", "rollout")
+    roles = ("actor", "rollout", *_frozen_roles(config))
     lines = tuple(_lines(config, device))
     plan = Plan(config, device, roles, lines, _budget(config, device, cuda), tuple(obstacles))
     if plan.budget is not None and plan.lines and plan.estimate > plan.budget:
@@ -102,6 +102,14 @@ def make_plan(config: Config) -> Plan:
             f"with {worst.size / GIB:.2f} GiB{_REMEDY.get(worst.what, '')}.\n{plan.table()}"
         )
     return plan
+
+
+def _frozen_roles(config: Config) -> tuple[str, ...]:
+    """What scores the actor's tokens. A student with an adapter is its own reference, the adapter off."""
+    if config.algo.name == "gkd":
+        return ("teacher",)
+    needs_reference = config.algo.name == "policy_gradient" and config.algo.policy.kl is not None
+    return ("reference",) if needs_reference and config.model.student.lora is None else ()
 
 
 def _check_positions(config: Config) -> None:
@@ -123,6 +131,7 @@ _REMEDY = {
     "activations": ": lower trainer.micro_batch_tokens, or set model.student.gradient_checkpointing=true",
     "KV cache": ": lower rollout.max_batch_rows or rollout.max_response_length",
     "logits chunk": ": lower algo.loss_chunk_tokens",
+    "reference weights": ": train an adapter (model.student.lora.rank=16), whose base is the reference",
     "teacher weights": ": set model.teacher.quantization=nf4",
     "optimizer": ": train an adapter (model.student.lora.rank=16)",
     "gradients": ": train an adapter (model.student.lora.rank=16)",
@@ -141,7 +150,8 @@ def _lines(config: Config, device: str) -> list[Line]:
     wants_teacher = config.model.teacher is not None and config.algo.name == "gkd"
     if student is None or (wants_teacher and teacher is None):
         return []
-    return estimate(config, student, teacher, device)
+    lines = estimate(config, student, teacher, device)
+    return lines + reference_lines(config, student) if "reference" in _frozen_roles(config) else lines
 
 
 def _shape(model: ModelConfig) -> Shape | None:

@@ -1,6 +1,6 @@
 """The page: on-policy training, one step as dataflow. What each sentence does is one room further in.
 
-prompts → rollouts (workers.rollout) → rewards (scoring) → batch (pack) → targets (workers.reference)
+prompts → rollouts (workers.rollout) → rewards (scoring) → batch (pack) → what to learn from (signals)
 → update (workers.actor) → weights back to the engine (sync) → record
 """
 
@@ -14,13 +14,13 @@ from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.record import Record
 from miniverl.controller.scoring import sample_rows, score
+from miniverl.controller.signals import Signal
 from miniverl.controller.summary import describe_rollouts
 from miniverl.controller.sync import sync
 from miniverl.data.prompts import Data
-from miniverl.pack import pack
+from miniverl.pack import mini_batches, pack
 from miniverl.rewards import SCORERS
 from miniverl.workers.actor import Actor
-from miniverl.workers.reference import Reference
 from miniverl.workers.rollout.base import Sampling
 from miniverl.workers.rollout.worker import RolloutWorker
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trainer:
-    """The on-policy loop. `teacher` scores every token that the student wrote."""
+    """The on-policy loop, whatever the signal is that a rollout is learned from."""
 
     config: Config
     data: Data
@@ -38,7 +38,7 @@ class Trainer:
     sampling: Sampling
     actor: WorkerGroup
     rollout: WorkerGroup
-    teacher: WorkerGroup
+    signal: Signal
     evaluate: Evaluator
     record: Record
 
@@ -52,15 +52,15 @@ class Trainer:
                     RolloutWorker.generate, prompts, self.sampling, n=c.rollout.n, lam=c.algo.lam
                 )
             rollouts = score(prompts, groups, self.tokenizer, c.eval.scorer, SCORERS[c.eval.scorer])
-            batch = pack(rollouts)
             with timed("score"):
-                batch = self.teacher.shard(Reference.score, batch)
+                batch, signals = self.signal(pack(rollouts), rollouts)
             with timed("update_actor"):
-                metrics = self.actor.reduce(Actor.update, batch)
+                updates = mini_batches(batch, c.algo.updates_per_epoch) * c.algo.epochs
+                metrics = self.actor.reduce_each(Actor.update, updates)
             with timed("update_weights"):
                 sync(self.actor, self.rollout, self.record.step + 1)
         self.record.finish_step(
-            {**metrics, **describe_rollouts(rollouts, self.sampling)},
+            {**metrics, **signals, **describe_rollouts(rollouts, self.sampling)},
             sample_rows(prompts, rollouts, self.tokenizer, c.trainer.samples_per_step),
         )
 

@@ -12,8 +12,9 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from miniverl.config_algo import GROUP_BASELINES, AlgoConfig
+
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_rkl", "tvd"]
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -138,26 +139,6 @@ class RolloutConfig:
     """Sequences generated at once: bounds the KV cache."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """`auto`: on CUDA, decode through a static cache and captured graphs."""
-
-
-@dataclass(frozen=True, config=_strict)
-class AlgoConfig:
-    name: Literal["gkd", "sft"] = "gkd"
-    divergence: Divergence = "jsd"
-    """GKD's per-token divergence between teacher p and student q; see miniverl.algos.divergences."""
-    beta: float = 0.5
-    """Interpolation of `jsd`: 0 is forward KL exactly, 1 reverse KL exactly."""
-    alpha: float = 0.1
-    """Mixing share of `skew_kl` and `skew_rkl`."""
-    lam: float = 1.0
-    """Share of samples whose response the student writes; the others take the dataset's (drawn per
-    sample)."""
-    teacher_top_k: PositiveInt | None = None
-    """None = the teacher's full distribution; k = its k most likely tokens plus one bucket for the rest."""
-    strict_on_policy: bool = True
-    """Refuse top-k/top-p filters in training rollouts: the loss takes the unfiltered distribution."""
-    loss_chunk_tokens: PositiveInt = 512
-    """Tokens whose logits exist at one time: peak memory of the loss is a few times this × vocabulary."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -295,7 +276,7 @@ def _ranges(c: Config) -> None:
 
 
 def _temperature(c: Config) -> None:
-    if c.algo.name == "gkd" and c.rollout.temperature <= 0:
+    if c.algo.name != "sft" and c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature={c.rollout.temperature}: training responses are sampled and both sides of "
             "the loss are divided by it, so it must be above 0 (1.0 is usual). Greedy is for "
@@ -306,7 +287,7 @@ def _temperature(c: Config) -> None:
 
 def _on_policy(c: Config) -> None:
     filtered = c.rollout.top_k != 0 or c.rollout.top_p != 1.0
-    if c.algo.name == "gkd" and c.algo.strict_on_policy and filtered:
+    if c.algo.name != "sft" and c.algo.strict_on_policy and filtered:
         raise ConfigError(
             f"rollout.top_k={c.rollout.top_k}, rollout.top_p={c.rollout.top_p}: responses would come from a "
             "filtered distribution while the loss takes the full one. Use top_k=0 and top_p=1, or accept it "
@@ -383,10 +364,37 @@ def _sizes(c: Config) -> None:
                           f"asked for): use rollout.n=1, not {c.rollout.n}.")
 
 
+def _policy(c: Config) -> None:
+    p = c.algo.policy
+    if c.algo.name != "policy_gradient":
+        return
+    if c.algo.lam != 1:
+        raise ConfigError(f"algo.lam={c.algo.lam}: a policy gradient learns from the student's own responses "
+                          "only; use algo.lam=1.")
+    if p.advantage in GROUP_BASELINES and c.rollout.n == 1 and not p.allow_groups_of_one:
+        raise ConfigError(f"algo.policy.advantage={p.advantage} compares the responses of one prompt, and "
+                          "rollout.n=1 gives it nothing to compare: use rollout.n=4 or more, or accept raw "
+                          "rewards with algo.policy.allow_groups_of_one=true.")
+    if p.advantage == "grpo_passk" and c.rollout.n == 1:
+        raise ConfigError("algo.policy.advantage=grpo_passk has no second best in a group of rollout.n=1; "
+                          "use rollout.n=2 or more.")
+    if p.kl in ("k1", "kl"):
+        raise ConfigError(f"algo.policy.kl={p.kl}: as a loss its expected gradient is 0, so it would train "
+                          "nothing. Use low_var_kl (k3), k2, or k1+ (k1's value with k2's gradient).")
+    _in_range("algo.policy.clip_low", p.clip_low, 0, 1)
+    rows = c.trainer.prompts_per_step * c.rollout.n
+    if p.mini_batches > rows:
+        raise ConfigError(f"algo.policy.mini_batches={p.mini_batches} is more than the {rows} sequences of a "
+                          "step (trainer.prompts_per_step × rollout.n).")
+    if c.data.source == "files" and c.data.answer_key is None:
+        raise ConfigError("algo.name=policy_gradient learns from a score against an answer: name its column "
+                          "with data.answer_key=….")
+
+
 def _device(c: Config) -> None:
     if c.model.requires_cuda and c.placement.device == "cpu":
         raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _device)

@@ -6,6 +6,7 @@ Cutting never changes a gradient: every piece keeps the global batch's denominat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +29,23 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
         mask_S=mask_S,
         rows=tuple(range(len(rollouts))),
         trained_tokens=int(mask_S.sum()),
+        trained_sequences=sum(bool(mask.any()) for mask in masks),
     )
+
+
+def mini_batches(batch: Batch, count: int) -> list[Batch]:
+    """`count` global batches of their own, of like many sequences, in order: one optimizer step each."""
+    if count == 1:
+        return [batch]
+    pieces = [batch.select(part.tolist()) for part in np.array_split(np.arange(len(batch)), count)]
+    return [
+        replace(
+            piece,
+            trained_tokens=sum(piece.trained_per_row()),
+            trained_sequences=sum(tokens > 0 for tokens in piece.trained_per_row()),
+        )
+        for piece in pieces
+    ]
 
 
 def micro_batches(batch: Batch, budget_tokens: int) -> list[Batch]:

@@ -117,7 +117,26 @@ class HiddenTargets:
         return HiddenTargets(self.hidden_MH[index])
 
 
-Targets = TopKTargets | HiddenTargets
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyTargets:
+    """What a policy gradient needs of each trained token."""
+
+    advantages_M: torch.Tensor
+    old_log_probs_M: torch.Tensor
+    """Of the actor before the update, at the run's temperature."""
+    ref_log_probs_M: torch.Tensor | None = None
+    """Of the reference; None where the loss has no KL term."""
+
+    def rows(self, index: torch.Tensor) -> PolicyTargets:
+        ref_M = self.ref_log_probs_M
+        return PolicyTargets(
+            self.advantages_M[index],
+            self.old_log_probs_M[index],
+            None if ref_M is None else ref_M[index],
+        )
+
+
+Targets = TopKTargets | HiddenTargets | PolicyTargets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +152,8 @@ class Batch:
     """Sequences laid end to end.
 
     >>> b = Batch(token_ids_S=torch.tensor([3, 7, 5, 2, 9, 4]), lengths_N=torch.tensor([4, 2]),
-    ...           mask_S=torch.tensor([0, 0, 1, 1, 0, 1]), rows=(0, 1), trained_tokens=3)
+    ...           mask_S=torch.tensor([0, 0, 1, 1, 0, 1]), rows=(0, 1), trained_tokens=3,
+    ...           trained_sequences=2)
     >>> b.select([1]).token_ids_S.tolist(), b.select([1]).trained_tokens
     ([9, 4], 3)
     """
@@ -147,6 +167,8 @@ class Batch:
     trained_tokens: int
     """Trained tokens of the *global* batch, the loss's denominator; a shard or micro-batch keeps this
     number."""
+    trained_sequences: int
+    """Sequences of the global batch with at least one trained token; kept likewise."""
     targets: Targets | None = None
 
     def __len__(self) -> int:

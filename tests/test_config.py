@@ -337,9 +337,17 @@ def test_every_experiment_composes(name: str) -> None:
     assert config_from_dict(config_to_dict(config)) == config
 
 
-@pytest.mark.parametrize("group", ["algo", "data", "placement", "rollout"])
+@pytest.mark.parametrize("name", options("algo"))
+def test_every_algorithm_composes_with_the_demo(name: str) -> None:
+    more = {"gkd": ["model=demo"], "sft": ["rollout.n=1"]}.get(name, [])
+    config = compose(["+experiment=grpo_demo", f"algo={name}", *more])
+    source = (CONF / "algo" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert f"name: {config.algo.name}\n" in source
+
+
+@pytest.mark.parametrize("group", ["data", "placement", "rollout"])
 def test_group_option_chooses_its_own_name(group: str) -> None:
-    field = {"algo": "name", "data": "source", "placement": "kind", "rollout": "engine"}[group]
+    field = {"data": "source", "placement": "kind", "rollout": "engine"}[group]
     for option in options(group):
         tree = compose_tree(read_request([f"{group}={option}"]))
         assert tree[group] == {**defaults()[group], field: option}

@@ -1,5 +1,7 @@
 """Rollouts laid end to end, cut into micro-batches and shards, and put together again."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from miniverl.data.responses import dataset_rollout
 from miniverl.pack import balance, micro_batches, pack
-from miniverl.types import Batch, HiddenTargets, Prompt, TopKTargets
+from miniverl.types import Batch, HiddenTargets, PolicyTargets, Prompt, TopKTargets
 from tests.tiny_models import ragged_batch, rollout
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)
@@ -47,10 +49,9 @@ def test_a_selection_keeps_ids_masks_rows_targets_and_the_denominator(sizes, dat
     for targets in (
         HiddenTargets(where[:, None].double()),
         TopKTargets(where[:, None].repeat(1, 2), where[:, None].repeat(1, 2).double()),
+        PolicyTargets(where.double(), where.double(), where.double()),
     ):
-        whole = Batch(
-            batch.token_ids_S, batch.lengths_N, batch.mask_S, batch.rows, batch.trained_tokens, targets
-        )
+        whole = replace(batch, targets=targets)
         index = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
         part = whole.select(index)
         assert sequences(part) == [sequences(whole)[i] for i in index]
@@ -59,9 +60,9 @@ def test_a_selection_keeps_ids_masks_rows_targets_and_the_denominator(sizes, dat
         expected = [w for i in index for w in where.tolist() if starts[i] <= w < starts[i + 1]]
         kept = part.targets
         assert kept is not None
-        columns = [kept.hidden_MH] if isinstance(kept, HiddenTargets) else [kept.ids_MK, kept.log_probs_MK]
-        for column in columns:
-            assert column[:, 0].tolist() == expected
+        for field in fields(kept):
+            column = getattr(kept, field.name)
+            assert (column[:, 0] if column.dim() == 2 else column).tolist() == expected
 
 
 @given(lengths, st.integers(18, 60))

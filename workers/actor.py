@@ -13,20 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from miniverl.algos.chunked import token_log_probs, token_loss
+from miniverl.algos.chunked import token_loss
 from miniverl.algos.divergences import DIVERGENCES, PARAMETERS
 from miniverl.algos.objectives import FullDistillation, NegativeLogLikelihood, Objective, TopKDistillation
 from miniverl.config import AlgoConfig, Config, OptimConfig, RunError
-from miniverl.metrics import Max, Mean, Metric
+from miniverl.metrics import Max, Mean, Metric, merge
 from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
-from miniverl.types import Batch, Head, HiddenTargets, TopKTargets
+from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, TopKTargets
+from miniverl.workers.log_probs import trained_log_probs
 from miniverl.workers.optimizer_state import load_optimizer, os_errors, save_optimizer
+from miniverl.workers.policy import policy_loss
 from miniverl.workers.transfer import storage_identity
 
-LOSS_NAMES = {"gkd": "actor/distillation_loss", "sft": "actor/nll_loss"}
+LOSS_NAMES = {
+    "gkd": "actor/distillation_loss",
+    "sft": "actor/nll_loss",
+    "policy_gradient": "actor/pg_loss",
+}
 
 
 class Actor:
@@ -62,7 +68,7 @@ class Actor:
         Raises:
             RunError: the gradient is not finite; the weights are as before.
         """
-        lr = self.config.optim.lr * lr_factor(self.step, self.config.optim, self.config.trainer.steps)
+        lr = self.config.optim.lr * lr_factor(self.step, self.config.optim, optimizer_steps(self.config))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         metrics = self.backward(batch)
@@ -85,6 +91,10 @@ class Actor:
     def backward(self, batch: Batch) -> dict[str, Metric]:
         """Gradients of the batch's loss into `.grad`; the loss and its parts as metrics."""
         self.model.causal_lm.train()
+        if isinstance(batch.targets, PolicyTargets):
+            metrics = self._policy_backward(batch)
+            self.model.causal_lm.eval()
+            return metrics
         sums: dict[str, float] = {}
         for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
             result = token_loss(
@@ -102,21 +112,27 @@ class Actor:
         tokens = int(batch.mask_S.sum())
         return {name: Mean(value, tokens) for name, value in sums.items()}
 
-    @torch.no_grad()
+    def _policy_backward(self, batch: Batch) -> dict[str, Metric]:
+        """The same for a policy-gradient loss, whose token losses may hang on their whole sequence."""
+        parts: list[dict[str, Metric]] = []
+        for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
+            loss, metrics = policy_loss(self.model, piece, self.config)
+            loss.backward()
+            parts.append(metrics)
+        return merge(parts)
+
+    def reference_log_probs(self, batch: Batch, temperature: float) -> list[Tensor]:
+        """`log_probs` of the model that the adapter sits on: a reference without a second copy."""
+        adapter = self.model.adapter
+        if adapter is None:
+            raise ValueError("only a student with an adapter holds its own reference")
+        with adapter.disable_adapter():
+            return self.log_probs(batch, temperature)
+
     def log_probs(self, batch: Batch, temperature: float) -> list[Tensor]:
         """log q of each sequence's trained tokens at `temperature`, one tensor per sequence in the batch's
         order."""
-        found: dict[int, Tensor] = {}
-        for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
-            flat_M = token_log_probs(
-                hidden_before_trained(self.model.backbone, piece),
-                self.model.head,
-                trained_token_ids(piece),
-                temperature=temperature,
-                chunk_tokens=self.config.algo.loss_chunk_tokens,
-            )
-            found |= zip(piece.rows, flat_M.cpu().split(piece.trained_per_row()), strict=True)
-        return [found[row] for row in batch.rows]
+        return trained_log_probs(self.model, batch, self.config, temperature)
 
     def identity(self) -> str:
         """Where the weights lie and how often they were written: what a shared engine must read."""
@@ -172,6 +188,11 @@ class Actor:
         if not isinstance(batch.targets, HiddenTargets) or self.teacher_head is None:
             raise ValueError("distillation needs the teacher's targets and head; the batch carries none")
         return FullDistillation(divergence, batch.targets, self.teacher_head, self._temperature)
+
+
+def optimizer_steps(config: Config) -> int:
+    """Of the whole run: a policy gradient takes several per rollout batch."""
+    return config.trainer.steps * config.algo.epochs * config.algo.updates_per_epoch
 
 
 def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:

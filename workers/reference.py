@@ -1,5 +1,5 @@
-"""A frozen model that scores tokens: the teacher of distillation. Never trained, never on the autograd
-tape."""
+"""A frozen model that scores tokens: the teacher of distillation, or the reference of a KL term. Never
+trained, never on the autograd tape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from miniverl.models.forward import hidden_before_trained
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
 from miniverl.types import Batch, Head, HiddenTargets, TopKTargets
+from miniverl.workers.log_probs import trained_log_probs
 
 
 class Reference:
-    def __init__(self, config: Config, model: ModelConfig, vocab_size: int, device: str) -> None:
+    def __init__(
+        self, config: Config, model: ModelConfig, vocab_size: int, device: str, role: str = "teacher"
+    ) -> None:
         self.config = config
         self.model = load_model(
-            "teacher", model, vocab_size=vocab_size, device=torch.device(device), seed=config.trainer.seed
+            role, model, vocab_size=vocab_size, device=torch.device(device), seed=config.trainer.seed
         )
         self.model.causal_lm.requires_grad_(False)
 
@@ -43,6 +46,11 @@ class Reference:
         return replace(
             batch, targets=HiddenTargets(columns[0]) if len(columns) == 1 else TopKTargets(*columns)
         )
+
+    def log_probs(self, batch: Batch, temperature: float) -> list[Tensor]:
+        """log p of each sequence's trained tokens at `temperature`, one tensor per sequence in the batch's
+        order."""
+        return trained_log_probs(self.model, batch, self.config, temperature)
 
     def digest(self) -> str:
         return module_digest(self.model.causal_lm)

@@ -65,6 +65,62 @@ def token_log_probs(
     return torch.cat(parts) if parts else hidden_MH.new_zeros(0)
 
 
+def log_probs_and_entropy(
+    hidden_MH: Tensor, head: Head, ids_M: Tensor, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log q(token) `[M]` and entropy of q `[M]` (nats), a chunk's logits at a time.
+
+    For losses that hang on whole sequences, whose slopes are known only when all log-probs are: the backward
+    pass computes a chunk's logits anew (one product more than `token_loss`) instead of keeping them.
+    """
+    return _ChunkedLogProbs.apply(hidden_MH, head.weight_VH, head.bias_V, ids_M, temperature, chunk_tokens)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        ids_M: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        ids_M = ids_M.to(hidden_MH.device)
+        wide = torch.promote_types(hidden_MH.dtype, torch.float32)
+        log_probs_M = hidden_MH.new_empty(len(ids_M), dtype=wide)
+        entropy_M = torch.empty_like(log_probs_M)
+        for start in range(0, len(ids_M), chunk_tokens):
+            rows = slice(start, min(start + chunk_tokens, len(ids_M)))
+            log_q_CV = head_log_probs(hidden_MH[rows], Head(weight_VH, bias_V), temperature)
+            log_probs_M[rows] = log_q_CV.gather(-1, ids_M[rows].unsqueeze(-1)).squeeze(-1)
+            entropy_M[rows] = -(log_q_CV.exp() * log_q_CV).sum(-1)
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, ids_M, entropy_M)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        return log_probs_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_MH, weight_VH, bias_V, ids_M, entropy_M = ctx.saved_tensors
+        slope_M, entropy_slope_M = grad_outputs
+        grads = _Gradients(hidden_MH, weight_VH, bias_V)
+        with_entropy = bool((entropy_slope_M != 0).any())
+        for start in range(0, len(ids_M), ctx.chunk_tokens):
+            rows = slice(start, min(start + ctx.chunk_tokens, len(ids_M)))
+            log_q_CV = head_log_probs(hidden_MH[rows], Head(weight_VH, bias_V), ctx.temperature)
+            slope_C1 = slope_M[rows].unsqueeze(-1)
+            # ∂log q(y)/∂z = 1[y] − q and ∂H/∂z = −q (log q + H)
+            if with_entropy:
+                tilt_CV = (log_q_CV + entropy_M[rows].unsqueeze(-1)) * entropy_slope_M[rows].unsqueeze(-1)
+                grad_CV = log_q_CV.exp_().mul_(-slope_C1 - tilt_CV)
+            else:
+                grad_CV = log_q_CV.exp_().mul_(-slope_C1)
+            grad_CV.scatter_add_(-1, ids_M[rows].unsqueeze(-1), slope_C1)
+            grads.add(grad_CV.div_(ctx.temperature), rows)
+        return *grads.scaled(hidden_MH.new_ones(())), None, None, None
+
+
 class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -130,7 +130,7 @@ class AdditionRenderer:
     def prompt(self, uid: str, problem: addition.Problem, forget: bool) -> Prompt:
         text, kwargs = addition.prompt_text(problem), self.config.data.chat_template_kwargs
         token_ids = render_prompt(self.tokenizer, text, template_kwargs=kwargs)
-        if self.config.algo.name == "gkd" and self.config.algo.lam == 1.0:
+        if self.config.algo.name != "sft" and self.config.algo.lam == 1.0:
             return Prompt(uid, token_ids, text, problem.answer)  # nobody reads a demonstration
         demonstration = addition.demonstration(problem, forget)
         ids, mask = render_response(self.tokenizer, text, demonstration, self.stop_ids, None, kwargs)

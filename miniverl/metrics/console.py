@@ -16,7 +16,7 @@ LOSSES = ("actor/distillation_loss", "actor/nll_loss")
 PLAIN_INTERVAL_S = 1.0
 LIVE_INTERVAL_S = 0.1
 # Dropped in this order where a terminal is too narrow for all of them.
-_LEAST_WANTED = ("split", "tok/s", "length", "ETA", "held-out", "loss")
+_LEAST_WANTED = ("split", "tok/s", "length", "ETA", "held-out", "reward", "loss")
 
 
 class ConsoleSink:
@@ -98,11 +98,12 @@ class ConsoleSink:
         return grid
 
 
-_STYLES = {"held-out": "bold green", "loss": "cyan"}
+_STYLES = {"held-out": "bold green", "loss": "cyan", "reward": "cyan"}
 
 
 def describe(metrics: Mapping[str, float], seconds_left: float | None) -> dict[str, str]:
-    """The known ones of: loss, held-out, length, tok/s, split, ETA, ready to print (ASCII, for any terminal).
+    """The known ones of: loss, reward, held-out, length, tok/s, split, ETA, ready to print (ASCII, for any
+    terminal). A policy gradient has a reward and no loss: its loss is about 0 at every step.
 
     >>> describe({"actor/nll_loss": 0.25, "val/accuracy": 0.5, "perf/throughput": 8300.0}, 102)
     {'loss': '0.25', 'held-out': '50.0%', 'tok/s': '8.3k', 'ETA': '1:42'}
@@ -111,6 +112,8 @@ def describe(metrics: Mapping[str, float], seconds_left: float | None) -> dict[s
     loss = next((metrics[name] for name in LOSSES if name in metrics), None)
     if loss is not None:
         shown["loss"] = f"{loss:.4g}"
+    if "critic/advantages/mean" in metrics and "critic/score/mean" in metrics:
+        shown["reward"] = f"{metrics['critic/score/mean']:.3g}"
     if "val/accuracy" in metrics:
         shown["held-out"] = f"{metrics['val/accuracy']:.1%}"
     if "response_length/mean" in metrics:

@@ -57,7 +57,7 @@ def curves(run: Run) -> list[Curve]:
     """The report's curves, in order; one without data has no lines."""
     return [
         _accuracy(run),
-        _loss(run),
+        _reward(run) if len(run.series("critic/advantages/mean")) else _loss(run),
         _timing(run),
         _plain(run, "response_length/mean", "Response length (tokens)", 2, "response lengths"),
         _plain(run, "perf/throughput", "Throughput (tokens/s)", 3, "throughput"),
@@ -103,20 +103,29 @@ def _accuracy(run: Run) -> Curve:
     return Curve("accuracy", "Held-out accuracy", "%", lines, empty, "marked", note=_broken(series))
 
 
+def _reward(run: Run) -> Curve:
+    """What a policy gradient raises; its loss is about 0 at every step and says nothing."""
+    return _noisy("reward", "Mean reward of the rollouts", run.series("critic/score/mean"))
+
+
 def _loss(run: Run) -> Curve:
     name = next((n for n in ("actor/distillation_loss", "actor/nll_loss") if len(run.series(n))), "")
     title = "Negative log-likelihood" if name == "actor/nll_loss" else "Distillation loss"
     if not name:
         return Curve("loss", "Training loss", "", (), "No training loss recorded.")
-    series = run.series(name)
+    return _noisy("loss", title, run.series(name))
+
+
+def _noisy(key: str, title: str, series: Series) -> Curve:
+    """The values of every step, faint, under their moving average."""
     width = max(1, len(series) // 20) | 1  # odd, so that the window is centred
     positive = [value for value in series.values if value > 0]
-    wide_range = len(positive) == len(series) and max(positive) > 100 * min(positive)
+    wide_range = bool(positive) and len(positive) == len(series) and max(positive) > 100 * min(positive)
     raw = Line("per step", *thin(series.steps, series.values), colour=1, faint=len(series) > 20)
     if not raw.faint:
-        return Curve("loss", title, "", (raw,), "", note=_broken(series), log=wide_range)
+        return Curve(key, title, "", (raw,), "", note=_broken(series), log=wide_range)
     mean = Line(f"mean of {width} steps", *thin(series.steps, smooth(series.values, width)), colour=1)
-    return Curve("loss", title, "", (raw, mean), "", note=_broken(series), log=wide_range)
+    return Curve(key, title, "", (raw, mean), "", note=_broken(series), log=wide_range)
 
 
 def _plain(run: Run, metric: str, title: str, colour: int, what: str) -> Curve:

@@ -40,6 +40,9 @@ def story(run: Run) -> list[str]:
         knob = {"jsd": "beta", "skew_kl": "alpha", "skew_rkl": "alpha"}.get(str(divergence))
         shape = f" {knob}={config(f'algo.{knob}')}" if knob else ""
         told.append(f"on-policy distillation, {divergence}{shape}, lam={config('algo.lam')}")
+    elif config("algo.name") == "policy_gradient":
+        told.append(f"policy gradient, advantage {config('algo.policy.advantage')}, "
+                    f"loss {config('algo.policy.loss')}, {config('algo.policy.aggregation')}")
     elif config("algo.name"):
         told.append(str(config("algo.name")))
     told += [f"{role} {_tilde(str(config(f'model.{role}.path')))}" for role in ("student", "teacher")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miniverl.algos.divergences import DIVERGENCES, PARAMETERS
 from miniverl.algos.objectives import FullDistillation, NegativeLogLikelihood
-from miniverl.config import Divergence
+from miniverl.config_algo import Divergence
 from miniverl.types import Head, HiddenTargets
 
 BETAS = (0.0, 1e-4, 0.1, 0.5, 0.9, 1 - 1e-4, 1.0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miniverl.config import AlgoConfig, Divergence, LoraConfig, OptimConfig, RolloutConfig, RunError
+from miniverl.config import AlgoConfig, LoraConfig, OptimConfig, RolloutConfig, RunError
+from miniverl.config_algo import Divergence
 from miniverl.metrics import Max, Mean, Metric
 from miniverl.pack import micro_batches, pack
 from miniverl.workers.actor import Actor
