@@ -78,8 +78,8 @@ def test_the_order_of_rows_does_not_matter(name):
     scores, groups, lengths = [1.0, 0.0, 0.5, 0.2, 0.9, 0.0], [3, 1, 3, 1, 3, 1], [1, 2, 3, 4, 2, 3]
     order = [4, 2, 0, 5, 1, 3]
     plain = per_sequence(name, episode(scores, groups, lengths))
-    columns = ([column[i] for i in order] for column in (scores, groups, lengths))
-    shuffled = per_sequence(name, episode(*columns))
+    rows = [(scores[i], groups[i], lengths[i]) for i in order]
+    shuffled = per_sequence(name, episode([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]))
     assert shuffled == pytest.approx([plain[i] for i in order], rel=1e-5, abs=1e-6)
 
 

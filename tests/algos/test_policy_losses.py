@@ -43,11 +43,11 @@ def test_masked_places_may_hold_anything(name, junk):
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_trained_is_0_and_masked_rows_do_not_count(name, mode):
     """LOS-08: numerator and denominator leave out the same rows."""
-    rows = ([[-1.0, -2], [-3, -1]], [[-1.1, -1.8], [-2.5, -1.5]], [[0.5, 0.5], [-1, -1]])
-    _, loss, gradient = run(name, *rows, [[0.0, 0], [0, 0]], mode)
+    new, old, advantages = [[-1.0, -2], [-3, -1]], [[-1.1, -1.8], [-2.5, -1.5]], [[0.5, 0.5], [-1, -1]]
+    _, loss, gradient = run(name, new, old, advantages, [[0.0, 0], [0, 0]], mode)
     assert (loss.item(), gradient.abs().sum().item()) == (0.0, 0.0)
-    alone = run(name, *(x[:1] for x in rows), [[1.0, 1]], mode)[1]
-    torch.testing.assert_close(run(name, *rows, [[1.0, 1], [0, 0]], mode)[1], alone)
+    alone = run(name, new[:1], old[:1], advantages[:1], [[1.0, 1]], mode)[1]
+    torch.testing.assert_close(run(name, new, old, advantages, [[1.0, 1], [0, 0]], mode)[1], alone)
 
 
 @pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl"])
