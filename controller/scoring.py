@@ -29,7 +29,8 @@ def score(
                 raise ValueError(f"rollout {rollout.uid} was paired with prompt {prompt.uid}")
             if prompt.answer is not None:
                 text = response_text(rollout, tokenizer)
-                rollout = replace(rollout, rewards={scorer_name: scorer(text, prompt.answer)})
+                verdict = scorer(text, prompt.answer)
+                rollout = replace(rollout, rewards={scorer_name: verdict}, reward=verdict)
             scored.append(rollout)
     return scored
 

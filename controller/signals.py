@@ -1,4 +1,4 @@
-"""What an update learns from: rollouts and their batch → the batch with targets. One class per objective, so
+"""What an update learns from: scored rollouts → the batch with its targets. One class per objective, so
 that the page needs no `if`.
 
 Shape legend: N sequences · T most trained tokens of one · M trained tokens of all
@@ -6,6 +6,7 @@ Shape legend: N sequences · T most trained tokens of one · M trained tokens of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor
 
 from miniverl.algos.advantages import ESTIMATORS, Episode, Settings
-from miniverl.config import Config
+from miniverl.config import Config, RunError
+from miniverl.config_algo import GROUP_BASELINES
 from miniverl.controller.group import WorkerGroup
+from miniverl.pack import pack
 from miniverl.types import Batch, PolicyTargets, Rollout
 from miniverl.workers.actor import Actor
 from miniverl.workers.reference import Reference
 
 
 class Signal(Protocol):
-    def __call__(self, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
+    def __call__(self, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
         """The batch with its targets, and numbers about them."""
         ...
 
@@ -33,8 +36,8 @@ class Distillation:
 
     teacher: WorkerGroup
 
-    def __call__(self, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
-        return self.teacher.shard(Reference.score, batch), {}
+    def __call__(self, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
+        return self.teacher.shard(Reference.score, pack(rollouts)), {}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class PolicyGradient:
     reference: WorkerGroup | None
     """None = the actor's own base, under its adapter; asked only where the loss has a KL term."""
 
-    def __call__(self, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
+    def __call__(self, rollouts: Sequence[Rollout]) -> tuple[Batch, dict[str, float]]:
+        rollouts = learnable(rollouts, grouped=self.config.algo.policy.advantage in GROUP_BASELINES)
+        batch = pack(rollouts)
         policy, temperature = self.config.algo.policy, self.config.rollout.temperature
         old = self.actor.rows(Actor.log_probs, batch, temperature)
         found = ESTIMATORS[policy.advantage](
@@ -71,6 +76,25 @@ class PolicyGradient:
         return torch.cat(self.reference.rows(Reference.log_probs, batch, temperature))
 
 
+def learnable(rollouts: Sequence[Rollout], *, grouped: bool) -> list[Rollout]:
+    """Those with a reward, less (`grouped`) groups in which only one of several is left: a baseline over one
+    response would be that response.
+
+    Raises RunError if none is left.
+    """
+    asked = Counter(r.uid for r in rollouts)
+    kept = [r for r in rollouts if r.reward is not None]
+    left = Counter(r.uid for r in kept)
+    if grouped:
+        kept = [r for r in kept if left[r.uid] > 1 or asked[r.uid] == 1]
+    if not kept:
+        raise RunError(
+            f"none of the step's {len(rollouts)} responses has a reward to learn from: their prompts have no "
+            "answer (data.answer_key), or every reward call failed."
+        )
+    return kept
+
+
 def episodes(rollouts: Sequence[Rollout]) -> Episode:
     """Rewards on the last trained token of each response; its untrained tokens are left out. Rollouts of one
     prompt occurrence share a group.
@@ -82,10 +106,10 @@ def episodes(rollouts: Sequence[Rollout]) -> Episode:
     shape = (len(rollouts), max(1, *lengths)) if rollouts else (0, 1)
     rewards_NT, mask_NT = torch.zeros(shape), torch.zeros(shape)
     for i, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-        if not rollout.rewards:
-            raise ValueError(f"rollout {rollout.uid}/{rollout.sample} has no reward: no answer to its prompt")
+        if rollout.reward is None:
+            raise ValueError(f"rollout {rollout.uid}/{rollout.sample} has no reward")
         mask_NT[i, :length] = 1
-        rewards_NT[i, max(0, length - 1)] = sum(rollout.rewards.values())
+        rewards_NT[i, max(0, length - 1)] = rollout.reward
     return Episode(rewards_NT, mask_NT, torch.tensor([groups[r.uid] for r in rollouts]))
 
 

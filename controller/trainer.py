@@ -1,6 +1,6 @@
 """The page: on-policy training, one step as dataflow. What each sentence does is one room further in.
 
-prompts → rollouts (workers.rollout) → rewards (scoring) → batch (pack) → what to learn from (signals)
+prompts → rollouts (workers.rollout) → rewards (scoring) → batch with what to learn from (signals)
 → update (workers.actor) → weights back to the engine (sync) → record
 """
 
@@ -18,7 +18,7 @@ from miniverl.controller.signals import Signal
 from miniverl.controller.summary import describe_rollouts
 from miniverl.controller.sync import sync
 from miniverl.data.prompts import Data
-from miniverl.pack import mini_batches, pack
+from miniverl.pack import mini_batches
 from miniverl.rewards import SCORERS
 from miniverl.workers.actor import Actor
 from miniverl.workers.rollout.base import Sampling
@@ -53,7 +53,7 @@ class Trainer:
                 )
             rollouts = score(prompts, groups, self.tokenizer, c.eval.scorer, SCORERS[c.eval.scorer])
             with timed("score"):
-                batch, signals = self.signal(pack(rollouts), rollouts)
+                batch, signals = self.signal(rollouts)
             with timed("update_actor"):
                 updates = mini_batches(batch, c.algo.updates_per_epoch) * c.algo.epochs
                 metrics = self.actor.reduce_each(Actor.update, updates)

@@ -66,6 +66,9 @@ class Rollout:
     finish: FinishReason
     source: Literal["student", "dataset"] = "student"
     rewards: Mapping[str, float] = field(default_factory=dict)
+    """What each reward function said, by its name."""
+    reward: float | None = None
+    """What is learned from: the functions' weighted sum; None = no verdict (never 0)."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.mask), len(self.log_probs)}
