@@ -18,19 +18,24 @@ from miniverl.checkpoint import locked, write_json
 from miniverl.config import Config, ConfigError, RunError
 from miniverl.controller import resume
 from miniverl.controller.evaluate import Evaluator
+from miniverl.controller.experience import Experience
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.plan import GIB, Plan
+from miniverl.controller.policy_signal import PolicyGradient
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
-from miniverl.controller.signals import Distillation, PolicyGradient, Signal
+from miniverl.controller.signals import Distillation, Signal
 from miniverl.controller.supervised import Supervised
+from miniverl.controller.teachers import Teachers
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
 from miniverl.data.prompts import Data, open_data
 from miniverl.models.load import eos_ids, load_tokenizer
 from miniverl.report import describe_environment, write_report
 from miniverl.workers.actor import Actor
+from miniverl.workers.critic import Critic
 from miniverl.workers.host import colocated
+from miniverl.workers.process_reward import ProcessReward
 from miniverl.workers.reference import Reference
 from miniverl.workers.rollout.base import Sampling
 from miniverl.workers.rollout.worker import RolloutWorker
@@ -107,22 +112,37 @@ def assemble(
     evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
     if config.algo.name == "sft":
         return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
+    experience = Experience(config, data.train, tokenizer, sampling, rollout)
     signal = _signal(config, roles, pool, actor, vocabulary, device)
-    return Trainer(config, data, tokenizer, sampling, actor, rollout, signal, evaluate, record)
+    return Trainer(config, data, tokenizer, actor, rollout, experience, signal, evaluate, record)
 
 
 def _signal(
     config: Config, roles: tuple[str, ...], pool: Pool, actor: WorkerGroup, vocabulary: int, device: str
 ) -> Signal:
     """The workers that the objective asks, and the object that asks them."""
+    groups: dict[str, WorkerGroup] = {}
+    for role, worker, args in (
+        ("teacher", Reference, (config, config.model.teacher, vocabulary, device)),
+        ("reference", Reference, (config, config.model.student, vocabulary, device, "student")),
+        ("critic", Critic, (config, vocabulary, device)),
+        ("process_reward", ProcessReward, (config, vocabulary, device)),
+    ):
+        if role in roles:
+            pool.build(role, worker, *args)
+            groups[role] = WorkerGroup(pool, role)
     if config.algo.name == "gkd":
-        pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
         actor.all(Actor.attach_teacher, colocated("teacher", "head"))
-        return Distillation(WorkerGroup(pool, "teacher"))
-    if "reference" not in roles:
-        return PolicyGradient(config, actor, None)
-    pool.build("reference", Reference, config, config.model.student, vocabulary, device, "student")
-    return PolicyGradient(config, actor, WorkerGroup(pool, "reference"))
+        return Distillation(groups["teacher"])
+    teacher = groups.get("teacher")
+    return PolicyGradient(
+        config,
+        actor,
+        groups.get("reference"),
+        groups.get("critic"),
+        groups.get("process_reward"),
+        None if teacher is None else Teachers(teacher, config.rollout.temperature),
+    )
 
 
 @contextlib.contextmanager
@@ -153,7 +173,7 @@ def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]
     student = config.model.student
     tokenizer = load_tokenizer("student", student)
     stops = stop_ids(tokenizer, eos_ids("student", student))
-    if config.algo.name == "gkd" and config.model.teacher is not None:
+    if config.algo.needs_teacher and config.model.teacher is not None:
         teacher = load_tokenizer("teacher", config.model.teacher)
         for note in check_tokenizers(
             tokenizer,

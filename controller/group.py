@@ -40,26 +40,27 @@ class WorkerGroup:
 
     def reduce(
         self,
-        method: Callable[Concatenate[W, Batch, P], Mapping[str, Metric]],
+        method: Callable[[W, Batch], Mapping[str, Metric]],
         batch: Batch,
-        *args: P.args,
-        **kwargs: P.kwargs,
     ) -> dict[str, float]:
         """Shard the batch by tokens; merge the workers' metrics with their own denominators."""
-        return self.reduce_each(method, [batch], *args, **kwargs)
+        return self.reduce_each(method, [batch])
 
     def reduce_each(
         self,
-        method: Callable[Concatenate[W, Batch, P], Mapping[str, Metric]],
+        method: Callable[[W, Batch], Mapping[str, Metric]],
         batches: Sequence[Batch],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        until: Callable[[Mapping[str, float]], bool] | None = None,
     ) -> dict[str, float]:
-        """`reduce` of one batch after the other, their metrics merged as if they were one."""
+        """`reduce` of one batch after the other, their metrics merged as if they were one. Ends early after a
+        batch whose own metrics `until` is true of."""
         parts: list[Mapping[str, Metric]] = []
         for batch in batches:
             shares = self._shares(batch.lengths_N.tolist())
-            parts += self._call(method, [(batch.select(share), *args) for share in shares], kwargs)
+            answers = self._call(method, [(batch.select(share),) for share in shares], {})
+            parts += answers
+            if until is not None and until(finalize(merge(answers))):
+                break
         return finalize(merge(parts))
 
     def rows(

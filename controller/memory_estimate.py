@@ -112,6 +112,8 @@ def estimate(config: Config, student: Shape, teacher: Shape | None, device: str)
         rows = config.trainer.prompts_per_step * config.rollout.n
         trained = rows * config.rollout.max_response_length
         k = config.algo.teacher_top_k
+        if config.algo.name == "policy_gradient":  # one number per token
+            return lines + frozen_lines("teacher", config, model, teacher)
         kept = trained * (teacher.hidden * BYTES[model.dtype] if k is None else k * 12)
         lines += [
             Line("teacher weights", teacher.weights(model), "always"),
@@ -125,13 +127,24 @@ def estimate(config: Config, student: Shape, teacher: Shape | None, device: str)
     return lines
 
 
-def reference_lines(config: Config, student: Shape) -> list[Line]:
-    """A frozen copy of the student, which scores as a teacher does but keeps one number per token."""
-    model = config.model.student
+def frozen_lines(what: str, config: Config, model: ModelConfig, shape: Shape) -> list[Line]:
+    """A model that scores sampled tokens: it keeps one number of each."""
     tokens = config.trainer.micro_batch_tokens
     return [
-        Line("reference weights", student.weights(model), "always"),
-        Line("reference activations", tokens * student.forward_per_token(model), "score"),
+        Line(f"{what} weights", shape.weights(model), "always"),
+        Line(f"{what} activations", tokens * shape.forward_per_token(model), "score"),
+    ]
+
+
+def learner_lines(what: str, model: ModelConfig, shape: Shape) -> list[Line]:
+    """A second model that learns; its activations are the student's size, and never live beside them."""
+    width = BYTES[model.dtype]
+    trained = shape.adapter_parameters(model.lora) if model.lora else shape.parameters
+    trained_width = max(4, width) if model.lora else width
+    return [
+        Line(f"{what} weights", shape.weights(model), "always"),
+        *([Line(f"{what} adapter", trained * trained_width, "always")] if model.lora else []),
+        Line(f"{what} optimizer", 2 * trained * trained_width, "always"),
     ]
 
 

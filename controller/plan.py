@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from miniverl.config import Config, ConfigError, ModelConfig
-from miniverl.controller.memory_estimate import Line, Shape, estimate, reference_lines, total
+from miniverl.controller.memory_estimate import Line, Shape, estimate, frozen_lines, learner_lines, total
 from miniverl.models.locate import read_config
 
 GIB = 2**30
@@ -91,7 +91,7 @@ def make_plan(config: Config) -> Plan:
     if config.placement.kind == "one_gpu" and config.placement.num_cpus > cores:
         asked = config.placement.num_cpus
         obstacles.append(f"placement.num_cpus={asked} is more than this machine's {cores} cores.")
-    roles = ("actor", "rollout", *_frozen_roles(config))
+    roles = ("actor", "rollout", *_roles(config))
     lines = tuple(_lines(config, device))
     plan = Plan(config, device, roles, lines, _budget(config, device, cuda), tuple(obstacles))
     if plan.budget is not None and plan.lines and plan.estimate > plan.budget:
@@ -104,12 +104,18 @@ def make_plan(config: Config) -> Plan:
     return plan
 
 
-def _frozen_roles(config: Config) -> tuple[str, ...]:
-    """What scores the actor's tokens. A student with an adapter is its own reference, the adapter off."""
-    if config.algo.name == "gkd":
-        return ("teacher",)
-    needs_reference = config.algo.name == "policy_gradient" and config.algo.policy.kl is not None
-    return ("reference",) if needs_reference and config.model.student.lora is None else ()
+def _roles(config: Config) -> tuple[str, ...]:
+    """Who takes part besides actor and rollout. A student with an adapter is its own reference, the adapter
+    off."""
+    roles = ("teacher",) if config.algo.needs_teacher else ()
+    if config.algo.name != "policy_gradient":
+        return roles
+    policy = config.algo.policy
+    if policy.uses_reference and config.model.student.lora is None:
+        roles += ("reference",)
+    if policy.advantage == "gae":
+        roles += ("critic",)
+    return (*roles, "process_reward") if policy.advantage == "prime" else roles
 
 
 def _check_positions(config: Config) -> None:
@@ -145,13 +151,19 @@ def _budget(config: Config, device: str, cuda: bool) -> float | None:
 
 
 def _lines(config: Config, device: str) -> list[Line]:
-    student = _shape(config.model.student)
-    teacher = _shape(config.model.teacher) if config.model.teacher and config.algo.name == "gkd" else None
-    wants_teacher = config.model.teacher is not None and config.algo.name == "gkd"
-    if student is None or (wants_teacher and teacher is None):
+    roles, student = _roles(config), _shape(config.model.student)
+    teacher = _shape(config.model.teacher) if config.model.teacher and "teacher" in roles else None
+    critic = _shape(config.model.critic or config.model.student)
+    if student is None or ("teacher" in roles and teacher is None) or ("critic" in roles and critic is None):
         return []
     lines = estimate(config, student, teacher, device)
-    return lines + reference_lines(config, student) if "reference" in _frozen_roles(config) else lines
+    if "reference" in roles:
+        lines += frozen_lines("reference", config, config.model.student, student)
+    if "critic" in roles and critic is not None:
+        lines += learner_lines("critic", config.model.critic or config.model.student, critic)
+    if "process_reward" in roles:
+        lines += learner_lines("process reward", config.model.student, student)
+    return lines
 
 
 def _shape(model: ModelConfig) -> Shape | None:

@@ -11,8 +11,9 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from miniverl.checkpoint import Checkpoint, prune, write_checkpoint, write_json
 from miniverl.config import Config
@@ -20,7 +21,13 @@ from miniverl.config_io import config_to_dict
 from miniverl.controller.group import WorkerGroup
 from miniverl.data.prompts import PromptStream
 from miniverl.metrics import Timers, open_sinks, write_samples
-from miniverl.workers.actor import Actor
+
+
+class Learner(Protocol):
+    """A worker with weights that change: what a checkpoint asks of it."""
+
+    def save(self, directory: str) -> None: ...
+    def load(self, directory: str) -> None: ...
 
 
 class Record:
@@ -100,8 +107,8 @@ class Record:
         self._samples += samples
         write_samples(self.run_dir, self.step, self._samples)
 
-    def save(self, actor: WorkerGroup, stream: PromptStream) -> None:
-        """A checkpoint of this step; older ones are pruned."""
+    def save(self, learners: Sequence[WorkerGroup], stream: PromptStream) -> None:
+        """A checkpoint of this step with all that learns; older ones are pruned."""
         state = {
             **self.state,
             "step": self.step,
@@ -113,16 +120,18 @@ class Record:
             "config": config_to_dict(self.config),
         }
         directory = self.run_dir / "checkpoints"
-        # Every worker holds the same weights, so one of them writes them.
-        write_checkpoint(directory, self.step, state, [lambda path: actor.first(Actor.save, path)])
+        # Every worker of a group holds the same weights, so one of them writes them.
+        writers = [partial(group.first, Learner.save) for group in learners]
+        write_checkpoint(directory, self.step, state, writers)
         scores = {int(step): score for step, score in self.history} if self.config.trainer.keep_best else {}
         prune(directory, self.step, self.config.trainer.keep_last, scores)
 
-    def restore(self, actor: WorkerGroup, stream: PromptStream) -> None:
-        """Bring actor and data to where the checkpoint stood; a fresh run has nothing to restore."""
+    def restore(self, learners: Sequence[WorkerGroup], stream: PromptStream) -> None:
+        """Bring workers and data to where the checkpoint stood; a fresh run has nothing to restore."""
         if self.resume_from is None:
             return
-        actor.all(Actor.load, str(self.resume_from.path))
+        for group in learners:
+            group.all(Learner.load, str(self.resume_from.path))
         stream.seek(self.state["position"])
 
     # The end.

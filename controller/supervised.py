@@ -39,6 +39,10 @@ class Supervised:
     evaluate: Evaluator
     record: Record
 
+    @property
+    def learners(self) -> tuple[WorkerGroup, ...]:
+        return (self.actor,)
+
     def step(self) -> None:
         c, timed = self.config, self.record.timers
         with timed("step"):

@@ -1,7 +1,7 @@
 """The page: on-policy training, one step as dataflow. What each sentence does is one room further in.
 
-prompts → rollouts (workers.rollout) → rewards (scoring) → batch with what to learn from (signals)
-→ update (workers.actor) → weights back to the engine (sync) → record
+prompts → rollouts with rewards (experience) → batches with what to learn from (signals)
+→ updates (workers.actor) → weights back to the engine (sync) → record
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from miniverl.config import Config
 from miniverl.controller.evaluate import Evaluator
+from miniverl.controller.experience import Experience
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.record import Record
-from miniverl.controller.scoring import sample_rows, score
+from miniverl.controller.scoring import sample_rows
 from miniverl.controller.signals import Signal
 from miniverl.controller.summary import describe_rollouts
 from miniverl.controller.sync import sync
+from miniverl.controller.update import update
 from miniverl.data.prompts import Data
-from miniverl.pack import mini_batches
-from miniverl.rewards import SCORERS
-from miniverl.workers.actor import Actor
-from miniverl.workers.rollout.base import Sampling
-from miniverl.workers.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,32 +32,31 @@ class Trainer:
     config: Config
     data: Data
     tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
     actor: WorkerGroup
     rollout: WorkerGroup
+    experience: Experience
     signal: Signal
     evaluate: Evaluator
     record: Record
+
+    @property
+    def learners(self) -> tuple[WorkerGroup, ...]:
+        return (self.actor, *self.signal.learners)
 
     def step(self) -> None:
         """One global batch, from prompts to new weights in the engine."""
         c, timed = self.config, self.record.timers
         with timed("step"):
-            prompts = self.data.train.take(c.trainer.prompts_per_step)
             with timed("gen"):
-                groups = self.rollout.map(
-                    RolloutWorker.generate, prompts, self.sampling, n=c.rollout.n, lam=c.algo.lam
-                )
-            rollouts = score(prompts, groups, self.tokenizer, c.eval.scorer, SCORERS[c.eval.scorer])
+                prompts, rollouts, gathered = self.experience()
             with timed("score"):
-                batch, signals = self.signal(rollouts)
+                updates, signals = self.signal(rollouts, self.record.step)
             with timed("update_actor"):
-                updates = mini_batches(batch, c.algo.updates_per_epoch) * c.algo.epochs
-                metrics = self.actor.reduce_each(Actor.update, updates)
+                metrics = update(self.actor, updates, c.algo)
             with timed("update_weights"):
                 sync(self.actor, self.rollout, self.record.step + 1)
         self.record.finish_step(
-            {**metrics, **signals, **describe_rollouts(rollouts, self.sampling)},
+            {**metrics, **signals, **gathered, **describe_rollouts(rollouts, self.experience.sampling)},
             sample_rows(prompts, rollouts, self.tokenizer, c.trainer.samples_per_step),
         )
 
@@ -75,13 +71,17 @@ class Loop(Protocol):
     evaluate: Evaluator
     record: Record
 
+    @property
+    def learners(self) -> tuple[WorkerGroup, ...]:
+        """The groups whose weights change: what a checkpoint holds."""
+
     def step(self) -> None: ...
 
 
 def fit(loop: Loop) -> None:
     """Train to `trainer.steps` (or to a stop signal), from wherever the record stands."""
     record = loop.record
-    record.restore(loop.actor, loop.data.train)
+    record.restore(loop.learners, loop.data.train)
     sync(loop.actor, loop.rollout, record.step)
     evaluate_if_due(loop)
     while record.running:
@@ -89,7 +89,7 @@ def fit(loop: Loop) -> None:
         evaluate_if_due(loop)
         if record.checkpoint_due:
             with record.timers("save_checkpoint"):
-                record.save(loop.actor, loop.data.train)
+                record.save(loop.learners, loop.data.train)
 
 
 def evaluate_if_due(loop: Loop) -> None:

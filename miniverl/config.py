@@ -12,22 +12,14 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from miniverl.config_algo import GROUP_BASELINES, AlgoConfig
+from miniverl.config_algo import AlgoConfig
+from miniverl.config_policy import check_policy
+from miniverl.errors import ConfigError
+from miniverl.errors import RunError as RunError
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class ConfigError(Exception):
-    """A setting that cannot be honoured. The text names the key, the value and what would work.
-
-    Not a ValueError: pydantic would wrap one into a ValidationError of its own.
-    """
-
-
-class RunError(RuntimeError):
-    """A run that started and failed. The text names the cause and what is left of the run."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -65,6 +57,8 @@ class ModelConfig:
 class ModelsConfig:
     student: ModelConfig = field(default_factory=ModelConfig)
     teacher: ModelConfig | None = None
+    critic: ModelConfig | None = None
+    """What the critic starts from, below its value head; None = as the student."""
     tokenizer_mismatch: Literal["refuse", "allow"] = "refuse"
     """Teacher and student must render a prompt to the same ids and stop at the same ids. `allow` waives the
     template and stop check (never the token → id map)."""
@@ -152,6 +146,8 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     """Largest gradient norm; 0 = no clipping."""
+    max_skipped: PositiveInt = 3
+    """A gradient that is not finite takes no step and is counted; this many in a row end the run."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -296,8 +292,10 @@ def _on_policy(c: Config) -> None:
 
 
 def _roles(c: Config) -> None:
-    if c.algo.name == "gkd" and c.model.teacher is None:
-        raise ConfigError("algo.name=gkd needs a teacher: set model.teacher.path, or choose a model group "
+    if c.algo.needs_teacher and c.model.teacher is None:
+        key = "algo.name=gkd" if c.algo.name == "gkd" else (
+            f"algo.policy.teacher_coef={c.algo.policy.teacher_coef:g}")
+        raise ConfigError(f"{key} needs a teacher: set model.teacher.path, or choose a model group "
                           "with one (model=demo). algo.name=sft trains without a teacher.")
     for role, m in (("student", c.model.student), ("teacher", c.model.teacher)):
         if m is None:
@@ -364,37 +362,10 @@ def _sizes(c: Config) -> None:
                           f"asked for): use rollout.n=1, not {c.rollout.n}.")
 
 
-def _policy(c: Config) -> None:
-    p = c.algo.policy
-    if c.algo.name != "policy_gradient":
-        return
-    if c.algo.lam != 1:
-        raise ConfigError(f"algo.lam={c.algo.lam}: a policy gradient learns from the student's own responses "
-                          "only; use algo.lam=1.")
-    if p.advantage in GROUP_BASELINES and c.rollout.n == 1 and not p.allow_groups_of_one:
-        raise ConfigError(f"algo.policy.advantage={p.advantage} compares the responses of one prompt, and "
-                          "rollout.n=1 gives it nothing to compare: use rollout.n=4 or more, or accept raw "
-                          "rewards with algo.policy.allow_groups_of_one=true.")
-    if p.advantage == "grpo_passk" and c.rollout.n == 1:
-        raise ConfigError("algo.policy.advantage=grpo_passk has no second best in a group of rollout.n=1; "
-                          "use rollout.n=2 or more.")
-    if p.kl in ("k1", "kl"):
-        raise ConfigError(f"algo.policy.kl={p.kl}: as a loss its expected gradient is 0, so it would train "
-                          "nothing. Use low_var_kl (k3), k2, or k1+ (k1's value with k2's gradient).")
-    _in_range("algo.policy.clip_low", p.clip_low, 0, 1)
-    rows = c.trainer.prompts_per_step * c.rollout.n
-    if p.mini_batches > rows:
-        raise ConfigError(f"algo.policy.mini_batches={p.mini_batches} is more than the {rows} sequences of a "
-                          "step (trainer.prompts_per_step × rollout.n).")
-    if c.data.source == "files" and c.data.answer_key is None:
-        raise ConfigError("algo.name=policy_gradient learns from a score against an answer: name its column "
-                          "with data.answer_key=….")
-
-
 def _device(c: Config) -> None:
     if c.model.requires_cuda and c.placement.device == "cpu":
         raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, check_policy, _device)

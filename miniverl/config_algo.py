@@ -1,69 +1,18 @@
-"""The `algo` section of the config: which objective, and its numbers.
-
-Algorithms are data: a file of `conf/algo/` names an advantage, a loss, an aggregation and what else it needs.
-Names are Literals here, because this room lies below `algos`; a test equates them with the registries' keys.
-"""
+"""The `algo` section of the config: which objective, and its numbers."""
 
 from __future__ import annotations
 
 from dataclasses import field
 from typing import Literal
 
-from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
+
+from miniverl.config_policy import PolicyConfig
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_rkl", "tvd"]
-Advantage = Literal[
-    "grpo", "grpo_passk", "rloo", "rloo_vectorized", "grpo_vectorized", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "opo", "gpg",
-]
-PolicyLossName = Literal[
-    "vanilla", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "gpg", "reinforce"
-]
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+"]
-
-GROUP_BASELINES = ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "grpo_vectorized",
-                   "reinforce_plus_plus_baseline", "opo", "gpg")
-"""Advantages that compare a response with the others of its prompt."""
-
-
-@dataclass(frozen=True, config=_strict)
-class PolicyConfig:
-    """A policy-gradient algorithm. Definitions and sources: miniverl/algos/."""
-
-    advantage: Advantage = "grpo"
-    norm_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (`false`: Dr.GRPO)."""
-    gamma: PositiveFloat = 1.0
-    """Discount per token (`reinforce_plus_plus`)."""
-    loss: PolicyLossName = "vanilla"
-    aggregation: Aggregation = "token-mean"
-    """How token losses become one number; denominators are those of the whole mini-batch. `geo_mean` and
-    `sapo` define their own."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped at 1 - clip_low …"""
-    clip_high: PositiveFloat = 0.2
-    """… and at 1 + clip_high (above clip_low: DAPO's clip-higher)."""
-    dual_clip: PositiveFloat = 3.0
-    """Bound of the ratio for negative advantages."""
-    dro_beta: NonNegativeFloat = 0.1
-    kl: KlEstimator | None = None
-    """Add kl_coef × this estimate of KL(student ‖ reference) to the loss; needs the reference role. None = no
-    reference. `k1` is refused: as a loss its expected gradient is 0."""
-    kl_coef: NonNegativeFloat = 0.001
-    entropy_coef: float = 0.0
-    """Subtract entropy_coef × the student's entropy from the loss."""
-    epochs: PositiveInt = 1
-    """Passes over one rollout batch."""
-    mini_batches: PositiveInt = 1
-    """Optimizer steps per pass: the rollout batch is cut into this many."""
-    allow_groups_of_one: bool = False
-    """Run a group baseline with rollout.n=1, where the baseline is 0 and the raw reward is the advantage."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -88,6 +37,11 @@ class AlgoConfig:
     """Refuse top-k/top-p filters in training rollouts: the loss takes the unfiltered distribution."""
     loss_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at one time: peak memory of the loss is a few times this × vocabulary."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """The objective asks a teacher: its whole distribution, or its log-probs of the sampled tokens."""
+        return self.name == "gkd" or (self.name == "policy_gradient" and self.policy.uses_teacher)
 
     @property
     def epochs(self) -> int:

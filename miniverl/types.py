@@ -10,7 +10,7 @@ hidden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -69,6 +69,8 @@ class Rollout:
     """What each reward function said, by its name."""
     reward: float | None = None
     """What is learned from: the functions' weighted sum; None = no verdict (never 0)."""
+    greedy_reward: float | None = None
+    """The reward of the same prompt's greedy response, where an estimator compares with it (`remax`)."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.mask), len(self.log_probs)}
@@ -130,16 +132,44 @@ class PolicyTargets:
     ref_log_probs_M: torch.Tensor | None = None
     """Of the reference; None where the loss has no KL term."""
 
+    selected_M: torch.Tensor | None = None
+    """1 = a token that `clip_cov` or `kl_cov` treats apart; None elsewhere."""
+    weights_M: torch.Tensor | None = None
+    """Factor of each token's loss: an off-policy correction; None = 1."""
+    nll_weights_M: torch.Tensor | None = None
+    """Weight of each token's NLL: 1 / (tokens of right responses in the mini-batch), 0 in wrong ones; None
+    without that term."""
+
     def rows(self, index: torch.Tensor) -> PolicyTargets:
-        ref_M = self.ref_log_probs_M
-        return PolicyTargets(
-            self.advantages_M[index],
-            self.old_log_probs_M[index],
-            None if ref_M is None else ref_M[index],
-        )
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x[index] for name, x in held.items() if x is not None})
 
 
-Targets = TopKTargets | HiddenTargets | PolicyTargets
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueTargets:
+    """What a critic learns of each trained token."""
+
+    returns_M: torch.Tensor
+    old_values_M: torch.Tensor
+    """Its own, before the update."""
+
+    def rows(self, index: torch.Tensor) -> ValueTargets:
+        return ValueTargets(self.returns_M[index], self.old_values_M[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutcomeTargets:
+    """What a process reward model learns of each response: whether it is right."""
+
+    ref_log_probs_M: torch.Tensor
+    outcomes_M: torch.Tensor
+    """In [0, 1], the same for every token of a response."""
+
+    def rows(self, index: torch.Tensor) -> OutcomeTargets:
+        return OutcomeTargets(self.ref_log_probs_M[index], self.outcomes_M[index])
+
+
+Targets = TopKTargets | HiddenTargets | PolicyTargets | ValueTargets | OutcomeTargets
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from miniverl.data.responses import dataset_rollout
 from miniverl.pack import balance, micro_batches, pack
-from miniverl.types import Batch, HiddenTargets, PolicyTargets, Prompt, TopKTargets
+from miniverl.types import (
+    Batch,
+    HiddenTargets,
+    OutcomeTargets,
+    PolicyTargets,
+    Prompt,
+    TopKTargets,
+    ValueTargets,
+)
 from tests.tiny_models import ragged_batch, rollout
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)
@@ -49,7 +57,9 @@ def test_a_selection_keeps_ids_masks_rows_targets_and_the_denominator(sizes, dat
     for targets in (
         HiddenTargets(where[:, None].double()),
         TopKTargets(where[:, None].repeat(1, 2), where[:, None].repeat(1, 2).double()),
-        PolicyTargets(where.double(), where.double(), where.double()),
+        PolicyTargets(*[where.double()] * 6),
+        ValueTargets(where.double(), where.double()),
+        OutcomeTargets(where.double(), where.double()),
     ):
         whole = replace(batch, targets=targets)
         index = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))

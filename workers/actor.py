@@ -5,7 +5,6 @@ It is handed batches with their targets and never asks where they come from.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +15,16 @@ from torch import Tensor
 from miniverl.algos.chunked import token_loss
 from miniverl.algos.divergences import DIVERGENCES, PARAMETERS
 from miniverl.algos.objectives import FullDistillation, NegativeLogLikelihood, Objective, TopKDistillation
-from miniverl.config import AlgoConfig, Config, OptimConfig, RunError
-from miniverl.metrics import Max, Mean, Metric, merge
+from miniverl.config import AlgoConfig, Config
+from miniverl.metrics import Mean, Metric, merge
 from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
 from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, TopKTargets
 from miniverl.workers.log_probs import trained_log_probs
-from miniverl.workers.optimizer_state import load_optimizer, os_errors, save_optimizer
+from miniverl.workers.optimizer import Optimizer
+from miniverl.workers.optimizer_state import os_errors
 from miniverl.workers.policy import policy_loss
 from miniverl.workers.transfer import storage_identity
 
@@ -46,16 +46,12 @@ class Actor:
             seed=config.trainer.seed,
         )
         self.trained = {name: p for name, p in self.model.causal_lm.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(),
-            lr=config.optim.lr,
-            betas=config.optim.betas,
-            weight_decay=config.optim.weight_decay,
-            fused=True,
+        self.optimizer = Optimizer(
+            "actor", self.trained, config.optim, config.optim.lr, optimizer_steps(config)
         )
         # torch seeds each process differently; whatever in a model draws (dropout) must not depend on it.
         torch.manual_seed(config.trainer.seed)
-        self.step = 0
+        self.kl_coef = start_kl_coef(config)
         self.teacher_head: Head | None = None
 
     def attach_teacher(self, head: Head) -> None:
@@ -63,30 +59,20 @@ class Actor:
         self.teacher_head = head
 
     def update(self, batch: Batch) -> dict[str, Metric]:
-        """One optimizer step on the global batch, in micro-batches.
+        """One optimizer step on the global batch, in micro-batches; what it learned from, as metrics.
 
         Raises:
-            RunError: the gradient is not finite; the weights are as before.
+            RunError: too many gradients in a row were not finite; the weights are as before.
         """
-        lr = self.config.optim.lr * lr_factor(self.step, self.config.optim, optimizer_steps(self.config))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         metrics = self.backward(batch)
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.trained.values(), self.config.optim.grad_clip or math.inf)
-        )
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise RunError(
-                f"step {self.step + 1}: the gradient's norm is {norm}. The weights were not changed; the "
-                "last checkpoint is good. A smaller optim.lr, or dtype=float32, usually helps."
-            )
-        self.optimizer.step()
-        # The fused kernel writes without counting, and `identity` counts.
-        torch.autograd.graph.increment_version(self.trained.values())
-        self.optimizer.zero_grad()
-        self.step += 1
-        return {**metrics, "actor/grad_norm": Max(norm), "actor/lr": Max(lr)}
+        return {**metrics, **self.optimizer.step()}
+
+    def set_kl_coef(self, coefficient: float) -> None:
+        """The KL's weight from now on (algo.policy.kl_target adapts it); saved with the weights."""
+        self.kl_coef = coefficient
+
+    def current_kl_coef(self) -> float:
+        return self.kl_coef
 
     def backward(self, batch: Batch) -> dict[str, Metric]:
         """Gradients of the batch's loss into `.grad`; the loss and its parts as metrics."""
@@ -116,7 +102,7 @@ class Actor:
         """The same for a policy-gradient loss, whose token losses may hang on their whole sequence."""
         parts: list[dict[str, Metric]] = []
         for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
-            loss, metrics = policy_loss(self.model, piece, self.config)
+            loss, metrics = policy_loss(self.model, piece, self.config, self.kl_coef)
             loss.backward()
             parts.append(metrics)
         return merge(parts)
@@ -143,32 +129,24 @@ class Actor:
         return module_digest(self.model.causal_lm, trainable_only=True)
 
     def save(self, directory: str) -> None:
-        """Trained weights, optimizer, step and RNG as safetensors into an existing directory."""
+        """Trained weights, optimizer, KL coefficient and RNG as safetensors into an existing directory."""
         path = Path(directory)
-        with os_errors():
-            save_file(
-                {name: p.detach().cpu().contiguous() for name, p in self.trained.items()},
-                path / "weights.safetensors",
-            )
-        save_optimizer(self.optimizer, self.trained, path / "optimizer.safetensors")
-        rng = {"cpu": torch.get_rng_state(), "step": torch.tensor([self.step])}
+        self.optimizer.save(path)
+        state = {"cpu": torch.get_rng_state(), "kl_coef": torch.tensor([self.kl_coef], dtype=torch.float64)}
         if self.model.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
+            state["cuda"] = torch.cuda.get_rng_state(self.model.device)
         with os_errors():
-            save_file(rng, path / "rng.safetensors")
+            save_file(state, path / "rng.safetensors")
 
     def load(self, directory: str) -> None:
         """Take up where `save` left off."""
         path = Path(directory)
-        with torch.no_grad():
-            for name, saved in load_file(path / "weights.safetensors").items():
-                self.trained[name].copy_(saved)
-        load_optimizer(self.optimizer, self.trained, path / "optimizer.safetensors")
-        rng = load_file(path / "rng.safetensors")
-        self.step = int(rng["step"])
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(rng["cuda"], self.model.device)
+        self.optimizer.load(path)
+        state = load_file(path / "rng.safetensors")
+        self.kl_coef = float(state["kl_coef"])
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.model.device)
 
     def export(self, directory: str) -> None:
         """A directory that plain transformers (or, with LoRA, peft) loads."""
@@ -191,20 +169,17 @@ class Actor:
 
 
 def optimizer_steps(config: Config) -> int:
-    """Of the whole run: a policy gradient takes several per rollout batch."""
-    return config.trainer.steps * config.algo.epochs * config.algo.updates_per_epoch
+    """Of the whole run: a policy gradient takes several per rollout batch, and none while its critic warms
+    up."""
+    steps = config.trainer.steps
+    if config.algo.name == "policy_gradient":
+        steps -= config.algo.policy.actor_warmup_steps
+    return steps * config.algo.epochs * config.algo.updates_per_epoch
 
 
-def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
-    """Share of optim.lr at the 0-based `step`: linear warm-up (first step 1/warmup), then the schedule to
-    its floor."""
-    if step < optim.warmup_steps:
-        return (step + 1) / optim.warmup_steps
-    if optim.schedule == "constant":
-        return 1.0
-    progress = (step - optim.warmup_steps) / max(1, total_steps - 1 - optim.warmup_steps)
-    fall = 1 - progress if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * max(0.0, fall)
+def start_kl_coef(config: Config) -> float:
+    policy = config.algo.policy
+    return policy.ppo_kl_coef if policy.loss == "ppo_kl" else policy.kl_coef
 
 
 def _divergence(algo: AlgoConfig) -> partial:

@@ -1,6 +1,8 @@
-"""log-probs of a batch's trained tokens under a loaded model, in micro-batches: for actor and reference."""
+"""One number per trained token of a batch, in micro-batches; log-probs above all: for actor and reference."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,18 +15,26 @@ from miniverl.pack import micro_batches
 from miniverl.types import Batch
 
 
+def per_row(batch: Batch, budget_tokens: int, of: Callable[[Batch], Tensor]) -> list[Tensor]:
+    """`of` (a micro-batch → `[M]`) of the whole batch: one tensor on the CPU per sequence, in its order."""
+    found: dict[int, Tensor] = {}
+    for piece in micro_batches(batch, budget_tokens):
+        found |= zip(piece.rows, of(piece).cpu().split(piece.trained_per_row()), strict=True)
+    return [found[row] for row in batch.rows]
+
+
 @torch.no_grad()
 def trained_log_probs(model: LoadedModel, batch: Batch, config: Config, temperature: float) -> list[Tensor]:
     """log q of each sequence's trained tokens at `temperature`, one tensor per sequence in the batch's
     order."""
-    found: dict[int, Tensor] = {}
-    for piece in micro_batches(batch, config.trainer.micro_batch_tokens):
-        flat_M = token_log_probs(
+
+    def log_probs(piece: Batch) -> Tensor:
+        return token_log_probs(
             hidden_before_trained(model.backbone, piece),
             model.head,
             trained_token_ids(piece),
             temperature=temperature,
             chunk_tokens=config.algo.loss_chunk_tokens,
         )
-        found |= zip(piece.rows, flat_M.cpu().split(piece.trained_per_row()), strict=True)
-    return [found[row] for row in batch.rows]
+
+    return per_row(batch, config.trainer.micro_batch_tokens, log_probs)

@@ -40,6 +40,10 @@ class Episode:
     """Of the critic (`gae`)."""
     greedy_scores_N: Tensor | None = None
     """Score of the prompt's greedy response (`remax`)."""
+    teacher_gap_NT: Tensor | None = None
+    """log p(teacher) − log q(behaviour) of each sampled token (`opd`)."""
+    process_rewards_NT: Tensor | None = None
+    """Of the process reward model (`prime`)."""
 
     @property
     def scores_N(self) -> Tensor:
@@ -56,6 +60,9 @@ class Settings:
     length_adaptive: float | None = None
     """VAPO's α: λ = 1 − 1/(α·l) for a response of l trained tokens, at least 0, instead of `lam`."""
     norm_by_std: bool = True
+    gpg_count: str = "scores"
+    process_coef: float = 1.0
+    outcome_coef: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +196,46 @@ def opo(episode: Episode, settings: Settings) -> Advantages:
 
 
 def gpg(episode: Episode, settings: Settings) -> Advantages:
-    """(R − mean of the group) · N / #{scores ≠ 0} (Chu et al. 2025, arXiv 2504.02546; counted as in verl)."""
-    scores_N = episode.scores_N
-    share = len(scores_N) / max(1, int((scores_N != 0).sum()))
-    return _outcome(_centred(episode)[0] * share, episode)
+    """(R − mean of the group) · N / #{scores ≠ 0} (Chu et al. 2025, arXiv 2504.02546; counted as in verl), or
+    with gpg_count="advantages" as the paper reads: / #{advantages ≠ 0}."""
+    scores_N, centred_N = episode.scores_N, _centred(episode)[0]
+    counted_N = scores_N if settings.gpg_count == "scores" else centred_N
+    share = len(scores_N) / max(1, int((counted_N != 0).sum()))
+    return _outcome(centred_N * share, episode)
+
+
+def opd(episode: Episode, settings: Settings) -> Advantages:
+    """log p − log q of the sampled token, no discount: the policy gradient of −KL(q ‖ p) (on-policy
+    distillation; k1 as a loss has gradient 0, as an advantage it is the reverse KL's). Raises ValueError
+    without a teacher."""
+    if episode.teacher_gap_NT is None:
+        raise ValueError("opd needs the teacher's log-probs of the sampled tokens")
+    gap_NT = _masked(episode.teacher_gap_NT, episode.mask_NT)
+    return Advantages(gap_NT, gap_NT.clone())
+
+
+def prime(episode: Episode, settings: Settings) -> Advantages:
+    """RLOO of process and of outcome rewards, summed to rewards-to-go and whitened (Cui et al. 2025, PRIME,
+    arXiv 2502.01456; as the recipe for verl: a token's baseline is built from the mean process reward of each
+    response of the group). A group of one has no baseline.
+
+    Raises ValueError without process rewards.
+    """
+    if episode.process_rewards_NT is None:
+        raise ValueError("prime needs the process reward model's token rewards")
+    process_NT = _masked(episode.process_rewards_NT, episode.mask_NT)
+    members_NN = (episode.group_N[:, None] == episode.group_N[None]).to(process_NT)
+    size_N = members_NN.sum(-1)
+    means_N = process_NT.sum(-1) / episode.mask_NT.sum(-1).clamp_min(1)
+    others_N = (size_N - 1).clamp_min(1)
+    scale_N1 = torch.where(size_N > 1, size_N / others_N, 1.0)[:, None]
+    baseline_N1 = torch.where(size_N > 1, (members_NN * means_N).sum(-1) / others_N, 0.0)[:, None]
+    outcome = Episode(episode.token_rewards_NT, episode.mask_NT, episode.group_N)
+    last_NT = episode.mask_NT * (episode.mask_NT.cumsum(-1) == episode.mask_NT.sum(-1, keepdim=True))
+    rewards_NT = _masked(process_NT * scale_N1 - baseline_N1, episode.mask_NT) * settings.process_coef
+    rewards_NT = rewards_NT + rloo(outcome, settings).advantages_NT * last_NT * settings.outcome_coef
+    returns_NT = _masked(rewards_NT.flip(-1).cumsum(-1).flip(-1), episode.mask_NT)
+    return Advantages(masked_whiten(returns_NT, episode.mask_NT), returns_NT)
 
 
 def _centred(episode: Episode) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,4 +283,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "opo": opo,
     "gpg": gpg,
+    "opd": opd,
+    "prime": prime,
 }

@@ -30,6 +30,10 @@ class ClipSettings:
     dro_beta: float = 0.1
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
+    ppo_kl_coef: float = 0.1
+    """Weight of KL(old ‖ new) in `ppo_kl`, of |log-ratio| of the selected tokens in `kl_cov`."""
+    selected_NT: Tensor | None = None
+    """1 = a token that `clip_cov` or `kl_cov` treats apart; see `miniverl.algos.covariance`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,38 @@ def sapo(
     return PolicyLoss(-gate_NT * x.advantages_NT, x.metrics(never_NT, never_NT))
 
 
+def clip_cov(
+    log_probs_NT: Tensor, old_NT: Tensor, advantages_NT: Tensor, mask_NT: Tensor, clip: ClipSettings
+) -> PolicyLoss:
+    """PPO's clip without the selected tokens, whose gradient is cut off (Clip-Cov, Cui et al. 2025, arXiv
+    2505.22617)."""
+    x = _Inputs(log_probs_NT, old_NT, advantages_NT, mask_NT)
+    plain, selected_NT = _clipped(x, x.ratio_NT, clip, dual=False), _selected(x, clip)
+    return PolicyLoss(
+        torch.where(selected_NT, 0.0, plain.loss_NT), x.metrics(selected_NT, torch.zeros_like(selected_NT))
+    )
+
+
+def kl_cov(
+    log_probs_NT: Tensor, old_NT: Tensor, advantages_NT: Tensor, mask_NT: Tensor, clip: ClipSettings
+) -> PolicyLoss:
+    """−r A, the selected tokens held back by ppo_kl_coef · |log r| (KL-Cov, Cui et al. 2025, arXiv
+    2505.22617)."""
+    x = _Inputs(log_probs_NT, old_NT, advantages_NT, mask_NT)
+    held_NT = torch.where(_selected(x, clip), clip.ppo_kl_coef * x.log_ratio_NT.abs(), 0.0)
+    return PolicyLoss(held_NT - x.ratio_NT * x.advantages_NT, x.metrics())
+
+
+def ppo_kl(
+    log_probs_NT: Tensor, old_NT: Tensor, advantages_NT: Tensor, mask_NT: Tensor, clip: ClipSettings
+) -> PolicyLoss:
+    """−r A + β KL(old ‖ new), the KL as r − 1 − log r: PPO's penalty in place of its clip (Schulman et al.
+    2017, arXiv 1707.06347, section 4). β may be adapted from batch to batch."""
+    x = _Inputs(log_probs_NT, old_NT, advantages_NT, mask_NT)
+    kl_NT = x.ratio_NT - 1 - x.log_ratio_NT
+    return PolicyLoss(clip.ppo_kl_coef * kl_NT - x.ratio_NT * x.advantages_NT, x.metrics())
+
+
 def dppo_tv(
     log_probs_NT: Tensor, old_NT: Tensor, advantages_NT: Tensor, mask_NT: Tensor, clip: ClipSettings
 ) -> PolicyLoss:
@@ -179,6 +215,12 @@ class _Inputs:
         return found
 
 
+def _selected(x: _Inputs, clip: ClipSettings) -> Tensor:
+    if clip.selected_NT is None:
+        raise ValueError("clip_cov and kl_cov need the tokens selected in the whole mini-batch")
+    return (clip.selected_NT == 1) & x.trained_NT
+
+
 def _clipped(x: _Inputs, ratio_NT: Tensor, clip: ClipSettings, *, dual: bool) -> PolicyLoss:
     free_NT = -x.advantages_NT * ratio_NT
     bound_NT = -x.advantages_NT * ratio_NT.clamp(1 - clip.low, 1 + clip.high)
@@ -214,11 +256,15 @@ LOSSES: dict[str, Loss] = {
     "geo_mean": geo_mean,
     "cispo": cispo,
     "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dro": dro,
     "gpg": gpg,
     "reinforce": reinforce,
+    "importance_sampling": reinforce,
+    "ppo_kl": ppo_kl,
 }
 
 FIXED_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}

@@ -154,6 +154,7 @@ def test_checkpoints_hold_no_pickle(straight: Path) -> None:
             "state.json",
             "weights.safetensors",
             "optimizer.safetensors",
+            "counters.safetensors",
             "rng.safetensors",
         }
         for path in directory.iterdir():

@@ -129,10 +129,10 @@ def test_losses_do_not_depend_on_the_number_of_hosts(pools: dict[int, LocalPool]
 class Meter:
     """A worker that measures its share."""
 
-    def measure(self, batch: Batch, factor: float) -> dict[str, Metric]:
+    def measure(self, batch: Batch) -> dict[str, Metric]:
         lengths = batch.lengths_N.tolist()
         return {
-            "length": Mean(factor * sum(lengths), len(lengths)),
+            "length": Mean(sum(lengths), len(lengths)),
             "share": Mean(int(batch.mask_S.sum()), len(batch.mask_S)),
             "longest": Max(max(lengths)),
             "shortest": Min(min(lengths)),
@@ -146,15 +146,15 @@ def test_metrics_keep_their_denominators(hosts: int) -> None:
     batch = ragged_batch([(10, 10), (1, 2), (2, 2), (1, 1)], holes=False)
     pool = LocalPool(PlacementConfig(), "cpu", size=hosts)
     pool.build("meter", Meter)
-    found = WorkerGroup(pool, "meter").reduce(Meter.measure, batch, factor=2.0)
-    assert found == {"length": 2 * 29 / 4, "share": 15 / 29, "longest": 20, "shortest": 2, "tokens": 29}
+    found = WorkerGroup(pool, "meter").reduce(Meter.measure, batch)
+    assert found == {"length": 29 / 4, "share": 15 / 29, "longest": 20, "shortest": 2, "tokens": 29}
 
 
 def test_fewer_items_than_hosts_call_nobody_for_nothing() -> None:
     pool = LocalPool(PlacementConfig(), "cpu", size=3)
     pool.build("meter", Meter)
     batch = ragged_batch([(3, 4)], holes=False)
-    assert WorkerGroup(pool, "meter").reduce(Meter.measure, batch, 1.0)["shortest"] == 7
+    assert WorkerGroup(pool, "meter").reduce(Meter.measure, batch)["shortest"] == 7
 
 
 def test_a_repeated_text_is_a_group_of_its_own(pools: dict[int, LocalPool]) -> None:

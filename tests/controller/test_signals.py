@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miniverl.config import RunError
-from miniverl.controller.signals import episodes, learnable
+from miniverl.controller.episodes import episodes, learnable
 from tests.tiny_models import rollout
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from miniverl.config import AlgoConfig, LoraConfig, OptimConfig, RolloutConfig, RunError
 from miniverl.config_algo import Divergence
-from miniverl.metrics import Max, Mean, Metric
+from miniverl.metrics import Max, Mean, Metric, Sum
 from miniverl.pack import micro_batches, pack
 from miniverl.workers.actor import Actor
 from miniverl.workers.reference import Reference
@@ -65,10 +65,10 @@ def mean(metric: Metric) -> Mean:
 
 
 def gradient(actor, batches):
-    actor.optimizer.zero_grad()
+    actor.optimizer.adamw.zero_grad()
     metrics = [actor.backward(batch) for batch in batches]
     found = {name: p.grad.clone() for name, p in actor.trained.items() if p.grad is not None}
-    actor.optimizer.zero_grad()
+    actor.optimizer.adamw.zero_grad()
     return found, metrics
 
 
@@ -244,18 +244,21 @@ def test_a_step_follows_the_schedule_and_clips(models):
     g = gradients[name] * min(1.0, 0.5 / (norm + 1e-6))
     expected = before * (1 - 0.005 * 0.1) - 0.005 * g / (g.abs() + 1e-8)
     torch.testing.assert_close(actor.trained[name].detach(), expected, rtol=1e-6, atol=1e-9)
-    assert actor.step == 1 and all(p.grad is None for p in actor.trained.values())
+    assert actor.optimizer.taken == 1 and all(p.grad is None for p in actor.trained.values())
     assert actor.update(batch)["actor/lr"] == Max(0.01)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(models):
+def test_gradients_that_are_not_finite_take_no_step_and_three_in_a_row_end_the_run(models):
     actor, reference = pair(models, "float32")
     batch = reference.score(ragged_batch(EIGHT, vocab=VOCAB))
     actor.trained["model.norm.weight"].data[0] = torch.inf
     before = actor.digest()
-    with pytest.raises(RunError, match="step 1: the gradient's norm is nan"):
+    for _ in range(2):
+        skipped = actor.update(batch)
+        assert skipped["actor/skipped_updates"] == Sum(1.0) and "actor/grad_norm" not in skipped
+    with pytest.raises(RunError, match="optimizer step 3: the gradient's norm is nan, for the 3th time"):
         actor.update(batch)
-    assert actor.digest() == before and actor.step == 0
+    assert actor.digest() == before and not actor.optimizer.adamw.state
     assert all(p.grad is None for p in actor.trained.values())
 
 
@@ -274,7 +277,7 @@ def test_save_and_load_go_on_bit_for_bit(models, tmp_path):
     assert torch.equal(torch.rand(3), noise)
     for batch in batches[2:]:
         again.update(batch)
-    assert (again.step, again.digest()) == (actor.step, actor.digest())
+    assert (again.optimizer.taken, again.digest()) == (actor.optimizer.taken, actor.digest())
 
 
 def test_only_the_adapter_is_trained_and_saved(models, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miniverl.config import OptimConfig
-from miniverl.workers.actor import lr_factor
+from miniverl.workers.optimizer import lr_factor
 from miniverl.workers.optimizer_state import load_optimizer, save_optimizer
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from miniverl.algos import advantages, aggregate, kl, policy_losses
 from miniverl.algos.chunked import log_probs_and_entropy
 from miniverl.config import AlgoConfig, ConfigError, LoraConfig, RolloutConfig
-from miniverl.config_algo import Advantage, Aggregation, KlEstimator, PolicyConfig, PolicyLossName
+from miniverl.config_policy import Advantage, Aggregation, KlEstimator, PolicyConfig, PolicyLossName
 from miniverl.pack import mini_batches, pack
 from miniverl.types import Batch, Head, PolicyTargets
 from miniverl.workers.actor import Actor, optimizer_steps
@@ -47,25 +47,28 @@ def with_targets(student: str, batch: Batch) -> Batch:
     random = torch.Generator().manual_seed(4)
     a, old, ref = (torch.randn(batch.trained_tokens, generator=random, dtype=torch.float64) for _ in range(3))
     own = torch.cat(actor_of(student, PolicyConfig()).log_probs(batch, T))
-    return replace(batch, targets=PolicyTargets(a, own + 0.4 * old, own + 0.7 * ref))
+    chosen = (torch.rand(batch.trained_tokens, generator=random) < 0.3).double()
+    return replace(
+        batch, targets=PolicyTargets(a, own + 0.4 * old, own + 0.7 * ref, chosen, 0.5 + chosen, chosen / 9)
+    )
 
 
 def gradient(actor: Actor, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    actor.optimizer.zero_grad()
+    actor.optimizer.adamw.zero_grad()
     for batch in batches:
         actor.backward(batch)
     return {name: p.grad.clone() for name, p in actor.trained.items() if p.grad is not None}
 
 
 def naive_gradient(student: str, batch: Batch, policy: PolicyConfig) -> dict[str, torch.Tensor]:
-    """PPO's clipped loss, k3 KL and entropy, token-mean: a sequence at a time, by autograd."""
+    """PPO's clipped loss, weighted, k3 KL, entropy and positive NLL: a sequence at a time, by autograd."""
     model = AutoModelForCausalLM.from_pretrained(
         student, dtype=torch.float64, attn_implementation="eager"
     ).eval()
     targets = batch.targets
     assert isinstance(targets, PolicyTargets) and targets.ref_log_probs_M is not None
     sizes, at = batch.lengths_N.tolist(), 0
-    total = torch.zeros((), dtype=torch.float64)
+    total, nll = torch.zeros(2, dtype=torch.float64)
     for ids, mask in zip(batch.token_ids_S.split(sizes), batch.mask_S.split(sizes), strict=True):
         log_q_TV = (model(ids[None]).logits[0, :-1, :VOCAB] / T).log_softmax(-1)
         for t in torch.nonzero(mask[1:]).flatten().tolist():
@@ -80,14 +83,17 @@ def naive_gradient(student: str, batch: Batch, policy: PolicyConfig) -> dict[str
                 loss = torch.minimum(loss, torch.tensor(-a * policy.dual_clip, dtype=torch.float64))
             k3 = torch.exp(ref - log_prob) - (ref - log_prob) - 1
             entropy = -(log_q_TV[t].exp() * log_q_TV[t]).sum()
-            total = total + loss + policy.kl_coef * k3 - policy.entropy_coef * entropy
+            assert targets.weights_M is not None and targets.nll_weights_M is not None
+            total = total + float(targets.weights_M[at]) * loss + policy.kl_coef * k3
+            total = total - policy.entropy_coef * entropy
+            nll = nll - policy.positive_nll_coef * float(targets.nll_weights_M[at]) * log_prob
             at += 1
-    (total / batch.trained_tokens).backward()
+    (total / batch.trained_tokens + nll).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_the_update_is_the_naive_loss(student):
-    policy = PolicyConfig(kl="k3", kl_coef=0.05, entropy_coef=0.02, clip_high=0.3)
+    policy = PolicyConfig(kl="k3", kl_coef=0.05, entropy_coef=0.02, clip_high=0.3, positive_nll_coef=0.2)
     batch = with_targets(student, ragged_batch(EIGHT, vocab=VOCAB))
     found = gradient(actor_of(student, policy), [batch])
     expected = naive_gradient(student, batch, policy)
@@ -99,7 +105,9 @@ def test_the_update_is_the_naive_loss(student):
 @pytest.mark.parametrize("loss", sorted(policy_losses.LOSSES))
 @pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_cutting_does_not_change_the_gradient(student, loss, mode):
-    policy = PolicyConfig(loss=loss, aggregation=mode, kl="low_var_kl", entropy_coef=0.01)
+    policy = PolicyConfig(
+        loss=loss, aggregation=mode, kl="low_var_kl", entropy_coef=0.01, positive_nll_coef=0.1
+    )
     batch = with_targets(student, ragged_batch(EIGHT, vocab=VOCAB))
     whole = gradient(actor_of(student, policy), [batch])
     assert any(float(g.abs().max()) > 1e-6 for g in whole.values())
@@ -173,8 +181,7 @@ def test_the_schedule_counts_optimizer_steps(student):
 
 
 def test_registries_are_what_the_config_offers():
-    fed_by_the_loop = set(advantages.ESTIMATORS) - {"gae", "remax"}  # those need a critic, a greedy rollout
-    assert set(get_args(Advantage)) == fed_by_the_loop
+    assert set(get_args(Advantage)) == set(advantages.ESTIMATORS)
     assert set(get_args(PolicyLossName)) == set(policy_losses.LOSSES)
     assert set(get_args(Aggregation)) == set(aggregate.AGGREGATIONS)
     assert set(get_args(KlEstimator)) == set(kl.ESTIMATORS)

@@ -18,7 +18,7 @@ def test_the_identity_changes_with_every_write_and_with_nothing_else(tmp_path):
     worker.engine.generate([Request("a", (1, 2))], Sampling(1.0, 0, 1.0, 4, (), 0))
     actor.log_probs(batch, 1.0)
     actor.backward(batch)
-    actor.optimizer.zero_grad()
+    actor.optimizer.adamw.zero_grad()
     assert worker.sync(0) == seen[0]
     for _ in range(2):
         actor.update(batch)

@@ -1,0 +1,107 @@
+"""Prompts → scored rollouts: one generation, or (dynamic sampling) as many as it takes to fill the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from miniverl.config import Config, RunError
+from miniverl.controller.group import WorkerGroup
+from miniverl.controller.scoring import score
+from miniverl.data.prompts import PromptStream
+from miniverl.rewards import SCORERS
+from miniverl.types import Prompt, Rollout
+from miniverl.workers.rollout.base import Sampling
+from miniverl.workers.rollout.worker import RolloutWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a step learns from."""
+
+    config: Config
+    stream: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    rollout: WorkerGroup
+
+    def __call__(self) -> tuple[list[Prompt], list[Rollout], dict[str, float]]:
+        """Prompts, their scored rollouts in the prompts' order, and numbers about how they were gathered.
+
+        Raises:
+            RunError: dynamic sampling did not fill the step within its bounds.
+        """
+        wanted = self.config.trainer.prompts_per_step
+        if self.config.algo.name != "policy_gradient" or not self.config.algo.policy.filter_groups:
+            return *self._generate(), {}
+        prompts: list[Prompt] = []
+        rollouts: list[Rollout] = []
+        batches, kept, started = 0, 0, time.monotonic()
+        while kept < wanted:
+            self._check_bounds(batches, kept, time.monotonic() - started)
+            drawn, written = self._generate()
+            batches += 1
+            for prompt, group in zip(drawn, grouped(written), strict=True):
+                if kept < wanted and is_mixed(group, self.config.eval.scorer):
+                    prompts.append(prompt)
+                    rollouts += group
+                    kept += 1
+        return prompts, rollouts, {
+            "rollout/gen_batches": float(batches),
+            "rollout/mixed_share": kept / (batches * wanted),
+        }
+
+    def _generate(self) -> tuple[list[Prompt], list[Rollout]]:
+        c = self.config
+        prompts = self.stream.take(c.trainer.prompts_per_step)
+        groups = self.rollout.map(
+            RolloutWorker.generate, prompts, self.sampling, n=c.rollout.n, lam=c.algo.lam
+        )
+        rollouts = self._scored(prompts, groups)
+        if c.algo.name == "policy_gradient" and c.algo.policy.advantage == "remax":
+            greedy = self._greedy_rewards(prompts)
+            rollouts = [replace(r, greedy_reward=greedy[r.uid]) for r in rollouts]
+        return prompts, rollouts
+
+    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Mapping[str, float | None]:
+        """The reward of each prompt's most likely response, by uid."""
+        sampling = replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        groups = self.rollout.map(RolloutWorker.generate, prompts, sampling, n=1, lam=1.0)
+        return {r.uid: r.reward for r in self._scored(prompts, groups)}
+
+    def _scored(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+        scorer = self.config.eval.scorer
+        return score(prompts, groups, self.tokenizer, scorer, SCORERS[scorer])
+
+    def _check_bounds(self, batches: int, kept: int, seconds: float) -> None:
+        policy, wanted = self.config.algo.policy, self.config.trainer.prompts_per_step
+        if policy.max_gen_batches and batches >= policy.max_gen_batches:
+            bound = f"algo.policy.max_gen_batches={policy.max_gen_batches}"
+        elif policy.max_gen_s is not None and seconds > policy.max_gen_s:
+            bound = f"algo.policy.max_gen_s={policy.max_gen_s:g}"
+        else:
+            return
+        raise RunError(
+            f"dynamic sampling: {kept} of {batches * wanted} prompts had both right and wrong responses "
+            f"({self.config.eval.scorer}), and the step wants {wanted}; {bound} was reached after {batches} "
+            f"generations, {seconds:.0f} s. Raise that bound or rollout.n, choose prompts of other "
+            "difficulty, or use algo.policy.filter_groups=false."
+        )
+
+
+def grouped(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Rollouts by prompt occurrence; they lie together."""
+    return [list(group) for _, group in groupby(rollouts, key=lambda r: r.uid)]
+
+
+def is_mixed(group: Sequence[Rollout], accuracy: str) -> bool:
+    """Whether some responses are right and some are not by the reward called `accuracy` (never by the
+    weighted sum, which shaping moves). A failed verdict counts as neither."""
+    verdicts = {r.rewards[accuracy] for r in group if accuracy in r.rewards}
+    return len(verdicts) > 1
