@@ -72,8 +72,7 @@ class Loop(Protocol):
     record: Record
 
     @property
-    def learners(self) -> tuple[WorkerGroup, ...]:
-        """The groups whose weights change: what a checkpoint holds."""
+    def learners(self) -> tuple[WorkerGroup, ...]: ...  # all whose weights change: what a checkpoint holds
 
     def step(self) -> None: ...
 
