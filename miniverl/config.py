@@ -13,21 +13,14 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from miniverl.config_algo import GROUP_BASELINES, AlgoConfig
+from miniverl.config_data import AdditionConfig as AdditionConfig
+from miniverl.config_data import DataConfig
+from miniverl.errors import ConfigError
+from miniverl.errors import RunError as RunError
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class ConfigError(Exception):
-    """A setting that cannot be honoured. The text names the key, the value and what would work.
-
-    Not a ValueError: pydantic would wrap one into a ValidationError of its own.
-    """
-
-
-class RunError(RuntimeError):
-    """A run that started and failed. The text names the cause and what is left of the run."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -70,52 +63,6 @@ class ModelsConfig:
     template and stop check (never the token → id map)."""
     requires_cuda: bool = False
     """These models are too heavy for a CPU: refuse a machine without a CUDA GPU before anything loads."""
-
-
-@dataclass(frozen=True, config=_strict)
-class AdditionConfig:
-    """The embedded task: column addition with written-out working, generated procedurally."""
-
-    digits: tuple[PositiveInt, PositiveInt] = (2, 3)
-    """Fewest and most digits of an operand (drawn per operand, at most 9)."""
-    forget_carry: float = 0.0
-    """Share of the demonstrations that drop every carry (for making a student that errs)."""
-    distinct: PositiveInt | None = None
-    """Train on this many different problems, again and again; None = a fresh one each time."""
-    held_out: Literal["test", "validation"] = "test"
-    """Which tenth of the problems accuracy is measured on: choose settings on `validation`, report on
-    `test`."""
-    test_size: PositiveInt = 500
-    """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
-
-
-@dataclass(frozen=True, config=_strict)
-class DataConfig:
-    source: Literal["addition", "files"] = "addition"
-    addition: AdditionConfig = field(default_factory=AdditionConfig)
-    train_files: tuple[str, ...] = ()
-    """Parquet or JSONL: files, directories or globs, expanded in sorted order (source=files)."""
-    eval_files: tuple[str, ...] = ()
-    prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of {role, content} messages."""
-    response_key: str | None = None
-    """Column with a reference response (needed by SFT and by algo.lam < 1)."""
-    answer_key: str | None = None
-    """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
-    (`reward_model.ground_truth`)."""
-    tools_key: str | None = None
-    """Column with tool schemas for the chat template."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Passed to the template in every rendering, e.g. {enable_thinking: false}."""
-    max_prompt_length: PositiveInt = 512
-    """Tokens, measured after templating."""
-    overlong_prompts: Literal["error", "left", "right", "middle", "filter"] = "error"
-    """`left` drops tokens from the left (keeps the last ones), `filter` drops the row and reports how
-    many."""
-    malformed_rows: Literal["error", "quarantine"] = "error"
-    """`quarantine` lists the bad rows in RUN_DIR/quarantine.jsonl and goes on without them."""
-    shuffle: bool = True
-    """Each epoch in an order that is a function of (trainer.seed, epoch)."""
 
 
 @dataclass(frozen=True, config=_strict)
