@@ -23,7 +23,8 @@ from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
 from miniverl.controller.signals import Distillation, PolicyGradient, Signal
-from miniverl.controller.supervised import Supervised
+from miniverl.controller.supervised import Lesson, Supervised
+from miniverl.controller.supervised_signals import Imitation, Preference
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
 from miniverl.data.prompts import Data, open_data
@@ -105,8 +106,9 @@ def assemble(
         config.trainer.seed,
     )
     evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
-    if config.algo.name == "sft":
-        return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
+    if config.algo.supervised:
+        lesson = _lesson(config, roles, pool, actor, vocabulary, device)
+        return Supervised(config, data, tokenizer, sampling, actor, rollout, lesson, evaluate, record)
     signal = _signal(config, roles, pool, actor, vocabulary, device)
     return Trainer(config, data, tokenizer, sampling, actor, rollout, signal, evaluate, record)
 
@@ -119,10 +121,26 @@ def _signal(
         pool.build("teacher", Reference, config, config.model.teacher, vocabulary, device)
         actor.all(Actor.attach_teacher, colocated("teacher", "head"))
         return Distillation(WorkerGroup(pool, "teacher"))
+    return PolicyGradient(config, actor, _reference(config, roles, pool, vocabulary, device))
+
+
+def _lesson(
+    config: Config, roles: tuple[str, ...], pool: Pool, actor: WorkerGroup, vocabulary: int, device: str
+) -> Lesson:
+    """The same for what is learned from dataset responses."""
+    if config.algo.name == "preference":
+        return Preference(config, actor, _reference(config, roles, pool, vocabulary, device))
+    return Imitation()
+
+
+def _reference(
+    config: Config, roles: tuple[str, ...], pool: Pool, vocabulary: int, device: str
+) -> WorkerGroup | None:
+    """A frozen copy of the starting student; None where nothing, or the actor's own base, takes its place."""
     if "reference" not in roles:
-        return PolicyGradient(config, actor, None)
+        return None
     pool.build("reference", Reference, config, config.model.student, vocabulary, device, "student")
-    return PolicyGradient(config, actor, WorkerGroup(pool, "reference"))
+    return WorkerGroup(pool, "reference")
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ def chunk_copies(algo: AlgoConfig) -> int:
         return 2
     if algo.name == "policy_gradient":
         return 4 if algo.policy.entropy_coef else 3
+    if algo.name == "preference":
+        return 3
     return 3 if algo.teacher_top_k is not None else COPIES[algo.divergence]
 
 

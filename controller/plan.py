@@ -108,8 +108,7 @@ def _frozen_roles(config: Config) -> tuple[str, ...]:
     """What scores the actor's tokens. A student with an adapter is its own reference, the adapter off."""
     if config.algo.name == "gkd":
         return ("teacher",)
-    needs_reference = config.algo.name == "policy_gradient" and config.algo.policy.kl is not None
-    return ("reference",) if needs_reference and config.model.student.lora is None else ()
+    return ("reference",) if config.algo.needs_reference and config.model.student.lora is None else ()
 
 
 def _check_positions(config: Config) -> None:

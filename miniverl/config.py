@@ -223,7 +223,7 @@ def _ranges(c: Config) -> None:
 
 
 def _temperature(c: Config) -> None:
-    if c.algo.name != "sft" and c.rollout.temperature <= 0:
+    if not c.algo.supervised and c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature={c.rollout.temperature}: training responses are sampled and both sides of "
             "the loss are divided by it, so it must be above 0 (1.0 is usual). Greedy is for "
@@ -234,7 +234,7 @@ def _temperature(c: Config) -> None:
 
 def _on_policy(c: Config) -> None:
     filtered = c.rollout.top_k != 0 or c.rollout.top_p != 1.0
-    if c.algo.name != "sft" and c.algo.strict_on_policy and filtered:
+    if not c.algo.supervised and c.algo.strict_on_policy and filtered:
         raise ConfigError(
             f"rollout.top_k={c.rollout.top_k}, rollout.top_p={c.rollout.top_p}: responses would come from a "
             "filtered distribution while the loss takes the full one. Use top_k=0 and top_p=1, or accept it "
@@ -284,9 +284,8 @@ def _data(c: Config) -> None:
     if c.data.source == "files":
         if not c.data.train_files:
             raise ConfigError("data.source=files needs data.train_files=[…] (parquet or jsonl).")
-        needs_response = c.algo.name == "sft" or c.algo.lam < 1
-        if needs_response and c.data.response_key is None:
-            why = "algo.name=sft" if c.algo.name == "sft" else f"algo.lam={c.algo.lam}"
+        if c.algo.rows in ("responses", "labels") and c.data.response_key is None:
+            why = f"algo.name={c.algo.name}" if c.algo.supervised else f"algo.lam={c.algo.lam}"
             raise ConfigError(f"{why} trains on the dataset's responses: name their column with "
                               "data.response_key=….")
         if c.data.eval_files and c.data.answer_key is None:
@@ -306,9 +305,9 @@ def _sizes(c: Config) -> None:
             f"data.max_prompt_length + rollout.max_response_length = {longest} tokens; raise it to at least "
             f"{longest}."
         )
-    if c.algo.name == "sft" and c.rollout.n != 1:
-        raise ConfigError(f"algo.name=sft trains on the dataset's one response per prompt ({rows} sequences "
-                          f"asked for): use rollout.n=1, not {c.rollout.n}.")
+    if c.algo.supervised and c.rollout.n != 1:
+        raise ConfigError(f"algo.name={c.algo.name} trains on the dataset's own responses, one row per "
+                          f"prompt ({rows} asked for): use rollout.n=1, not {c.rollout.n}.")
 
 
 def _policy(c: Config) -> None:
@@ -338,10 +337,34 @@ def _policy(c: Config) -> None:
                           "with data.answer_key=….")
 
 
+def _preference(c: Config) -> None:
+    p = c.algo.preference
+    if c.algo.name != "preference":
+        return
+    _in_range("algo.preference.label_smoothing", p.label_smoothing, 0, 0.499999, "0.5 would say nothing.")
+    for key, value, losses in (
+        ("label_smoothing", p.label_smoothing, ("dpo",)),
+        ("margin", p.margin, ("simpo",)),
+        ("length_normalised", p.length_normalised, ("dpo", "ipo", "kto")),
+    ):
+        if value and p.loss not in losses:
+            raise ConfigError(f"algo.preference.{key}={value} has no part in algo.preference.loss={p.loss}, "
+                              f"only in {', '.join(losses)}: leave it at its default.")
+    if p.loss == "kto" and c.trainer.prompts_per_step < 2:
+        raise ConfigError("trainer.prompts_per_step=1: algo.preference.loss=kto estimates its KL term from "
+                          "the responses of a step's other prompts; use 2 or more (16 for a steady one).")
+    longest = c.data.max_prompt_length + c.rollout.max_response_length
+    if p.loss != "kto" and c.trainer.micro_batch_tokens < 2 * longest:
+        raise ConfigError(f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens} cannot hold one pair "
+                          f"of 2 × (data.max_prompt_length + rollout.max_response_length) = {2 * longest} "
+                          f"tokens; raise it to at least {2 * longest}.")
+
+
 def _device(c: Config) -> None:
     if c.model.requires_cuda and c.placement.device == "cpu":
         raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _preference,
+          _device)

@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from miniverl.config_supervised import WITH_REFERENCE, PreferenceConfig, Rows
+
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_rkl", "tvd"]
@@ -68,9 +70,9 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=_strict)
 class AlgoConfig:
-    name: Literal["gkd", "sft", "policy_gradient"] = "gkd"
-    """What is minimised: a divergence from a teacher, the dataset's NLL, or a policy-gradient loss on rewards
-    (`policy` says which)."""
+    name: Literal["gkd", "sft", "policy_gradient", "preference"] = "gkd"
+    """What is minimised: a divergence from a teacher, the dataset's NLL, a policy-gradient loss on rewards
+    (`policy` says which), or a loss over preferred and other responses (`preference` says which)."""
     divergence: Divergence = "jsd"
     """GKD's per-token divergence between teacher p and student q; see miniverl.algos.divergences."""
     beta: float = 0.5
@@ -84,10 +86,31 @@ class AlgoConfig:
     """None = the teacher's full distribution; k = its k most likely tokens plus one bucket for the rest."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Read where name=policy_gradient."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Read where name=preference."""
     strict_on_policy: bool = True
     """Refuse top-k/top-p filters in training rollouts: the loss takes the unfiltered distribution."""
     loss_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at one time: peak memory of the loss is a few times this × vocabulary."""
+
+    @property
+    def supervised(self) -> bool:
+        """It learns from the dataset's responses alone: no rollout, one sequence or pair per row."""
+        return self.name in ("sft", "preference")
+
+    @property
+    def needs_reference(self) -> bool:
+        """The loss compares with the starting student."""
+        if self.name == "preference":
+            return self.preference.loss in WITH_REFERENCE
+        return self.name == "policy_gradient" and self.policy.kl is not None
+
+    @property
+    def rows(self) -> Rows:
+        """What is read of a training row."""
+        if self.name == "preference":
+            return "labels" if self.preference.loss == "kto" else "pairs"
+        return "responses" if self.supervised or self.lam < 1 else "prompts"
 
     @property
     def epochs(self) -> int:

@@ -38,7 +38,13 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     response_key: str | None = None
-    """Column with a reference response (needed by SFT and by algo.lam < 1)."""
+    """Column with a reference response (needed by SFT, KTO and by algo.lam < 1)."""
+    chosen_key: str = "chosen"
+    """Column with the preferred response of a pair (read by algo=dpo, ipo, simpo, orpo)."""
+    rejected_key: str = "rejected"
+    """Column with the other one."""
+    label_key: str = "label"
+    """Column with the verdict on the response: true or false, 1 or 0 (read by algo=kto)."""
     answer_key: str | None = None
     """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
     (`reward_model.ground_truth`)."""

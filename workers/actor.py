@@ -22,10 +22,11 @@ from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
-from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, TopKTargets
+from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, PreferenceTargets, TopKTargets
 from miniverl.workers.log_probs import trained_log_probs
 from miniverl.workers.optimizer_state import load_optimizer, os_errors, save_optimizer
 from miniverl.workers.policy import policy_loss
+from miniverl.workers.preference import preference_loss
 from miniverl.workers.transfer import storage_identity
 
 LOSS_NAMES = {
@@ -91,8 +92,8 @@ class Actor:
     def backward(self, batch: Batch) -> dict[str, Metric]:
         """Gradients of the batch's loss into `.grad`; the loss and its parts as metrics."""
         self.model.causal_lm.train()
-        if isinstance(batch.targets, PolicyTargets):
-            metrics = self._policy_backward(batch)
+        if isinstance(batch.targets, PolicyTargets | PreferenceTargets):
+            metrics = self._sequence_backward(batch)
             self.model.causal_lm.eval()
             return metrics
         sums: dict[str, float] = {}
@@ -112,11 +113,12 @@ class Actor:
         tokens = int(batch.mask_S.sum())
         return {name: Mean(value, tokens) for name, value in sums.items()}
 
-    def _policy_backward(self, batch: Batch) -> dict[str, Metric]:
-        """The same for a policy-gradient loss, whose token losses may hang on their whole sequence."""
+    def _sequence_backward(self, batch: Batch) -> dict[str, Metric]:
+        """The same for a policy-gradient or preference loss, which may hang on whole sequences."""
+        loss_of = policy_loss if isinstance(batch.targets, PolicyTargets) else preference_loss
         parts: list[dict[str, Metric]] = []
         for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
-            loss, metrics = policy_loss(self.model, piece, self.config)
+            loss, metrics = loss_of(self.model, piece, self.config)
             loss.backward()
             parts.append(metrics)
         return merge(parts)

@@ -85,7 +85,9 @@ class FilePrompts:
         self._prompts = tuple(prompts)
         count = len(self._prompts)
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(count, seed, epoch, shuffle))
-        identity = [[p.uid, p.token_ids, p.text, p.answer, p.reference_ids, p.reference_mask]
+        # What only some algorithms read is left out where there is none: checkpoints outlive new fields.
+        identity = [[p.uid, p.token_ids, p.text, p.answer, p.reference_ids, p.reference_mask,
+                     *(x for x in (p.rejected_ids, p.rejected_mask, p.desirable) if x is not None)]
                     for p in self._prompts]
         self.fingerprint = _digest(["files/1", seed, shuffle, identity])
 
@@ -106,7 +108,8 @@ class AdditionPrompts:
         self._problems = None if task.distinct is None else addition.distinct(
             seed, "train", task.digits, task.distinct, "data.addition.distinct")
         self.fingerprint = _digest(["addition/1", seed, task.digits, task.forget_carry, task.distinct,
-                                    renderer.prompt("", addition.Problem(12, 9), forget=False).token_ids])
+                                    renderer.prompt("", addition.Problem(12, 9), forget=False).token_ids,
+                                    *renderer.marks])
 
     def at(self, position: int) -> Prompt:
         if self._problems is None:
@@ -127,14 +130,32 @@ class AdditionRenderer:
     stop_ids: tuple[int, ...]
     config: Config
 
+    @property
+    def marks(self) -> list[str]:
+        """What sets these prompts apart from those of the same problems for other algorithms."""
+        return [rows] if (rows := self.config.algo.rows) in ("pairs", "labels") else []
+
     def prompt(self, uid: str, problem: addition.Problem, forget: bool) -> Prompt:
         text, kwargs = addition.prompt_text(problem), self.config.data.chat_template_kwargs
         token_ids = render_prompt(self.tokenizer, text, template_kwargs=kwargs)
-        if self.config.algo.name != "sft" and self.config.algo.lam == 1.0:
-            return Prompt(uid, token_ids, text, problem.answer)  # nobody reads a demonstration
-        demonstration = addition.demonstration(problem, forget)
-        ids, mask = render_response(self.tokenizer, text, demonstration, self.stop_ids, None, kwargs)
-        return Prompt(uid, token_ids, text, problem.answer, ids, mask)
+        prompt = Prompt(uid, token_ids, text, problem.answer)
+        rows = self.config.algo.rows
+        if rows == "prompts":
+            return prompt  # nobody reads a demonstration
+        ids, mask = self._response(text, addition.demonstration(problem, forget))
+        if rows == "pairs":
+            bad, bad_mask = self._response(text, addition.mistaken(problem))
+            return replace(prompt, reference_ids=ids, reference_mask=mask, rejected_ids=bad,
+                           rejected_mask=bad_mask)
+        if rows == "labels" and addition.is_labelled_bad(problem):
+            bad, bad_mask = self._response(text, addition.mistaken(problem))
+            return replace(prompt, reference_ids=bad, reference_mask=bad_mask, desirable=False)
+        return replace(prompt, reference_ids=ids, reference_mask=mask,
+                       desirable=True if rows == "labels" else None)
+
+    def _response(self, text: str, response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return render_response(self.tokenizer, text, response, self.stop_ids, None,
+                               self.config.data.chat_template_kwargs)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -178,7 +199,7 @@ def _open_addition(config: Config, renderer: AdditionRenderer) -> Data:
 def _open_files(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int],
                 quarantine_path: Path | None) -> Data:
     data = config.data
-    train = files.load("data.train_files", "train", data, tokenizer, stop_ids)
+    train = files.load("data.train_files", "train", data, tokenizer, stop_ids, config.algo.rows)
     test = files.Loaded((), (), ())
     if data.eval_files:
         test = files.load("data.eval_files", "test", data, tokenizer, stop_ids)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from miniverl.types import Prompt, Rollout
+
+
+def dataset_rollouts(prompt: Prompt, version: int, max_response_length: int) -> list[Rollout]:
+    """All that the dataset answers to a prompt: its response, or a pair's preferred one, then the other."""
+    chosen = dataset_rollout(prompt, 0, version, max_response_length)
+    if prompt.rejected_ids is None:
+        return [chosen]
+    other = replace(prompt, reference_ids=prompt.rejected_ids, reference_mask=prompt.rejected_mask)
+    return [chosen, dataset_rollout(other, 1, version, max_response_length)]
 
 
 def dataset_rollout(prompt: Prompt, sample: int, version: int, max_response_length: int) -> Rollout:

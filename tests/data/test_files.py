@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from miniverl.config import ConfigError, DataConfig
-from miniverl.data.files import BadRow, expand, fit_length, load, lookup, read_rows, settle_bad_rows
+from miniverl.data.files import BadRow, expand, fit_length, load, read_rows, settle_bad_rows
+from miniverl.data.rows import lookup
 from tests.kit import chatml, tiny_tok
 
 TOK: Any = tiny_tok()
