@@ -1,4 +1,4 @@
-"""What a user is told in one paragraph instead of a traceback: a refused request, or a run that failed."""
+"""The two ways in which a run is refused or ends badly; both texts are for a person."""
 
 from __future__ import annotations
 

@@ -49,9 +49,8 @@ def _paired(
     p = config.algo.preference
     units = torch.tensor(batch.units or batch.rows, device=preferred_N.device)
     chosen_P, rejected_P = torch.nonzero(preferred_N).flatten(), torch.nonzero(~preferred_N).flatten()
-    chosen_P, rejected_P = (at[units[at].argsort()] for at in (chosen_P, rejected_P))
     if not torch.equal(units[chosen_P], units[rejected_P]):
-        raise ValueError("a pair was parted: each unit must hold one chosen and one rejected response")
+        raise ValueError("a pair was parted: a chosen and a rejected response must lie side by side")
     settings = PairSettings(p.beta, p.label_smoothing, p.length_normalised, p.margin)
     found = PAIR_LOSSES[p.loss](_at(responses, chosen_P), _at(responses, rejected_P), settings)
     pairs = len(chosen_P)

@@ -1,5 +1,6 @@
 """Interrupted and resumed runs end exactly where the straight one ends; what would not is refused."""
 
+import json
 import math
 import os
 import random
@@ -304,6 +305,27 @@ def test_supervised_run_resumes_exactly(home: Path, job: list[str]) -> None:
     assert saved_steps(home / "sft_killed") == [2, 4]
     finish(command, home)
     assert differing(left_behind(home / "sft"), left_behind(home / "sft_killed")) == []
+
+
+@pytest.mark.parametrize("algo", ["dpo", "kto"])
+def test_preference_run_resumes_exactly(home: Path, job: list[str], algo: str) -> None:
+    """The reference is the student that the run started from, not the one that it went on from."""
+    rows = [
+        {"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a), "r": str(a), "label": a % 2}
+        for a in range(10)
+    ]
+    file = home / "preferences.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # the last setting of a key wins
+    command = [*job, f"algo={algo}", "rollout.n=1", "algo.lam=1", f"data.train_files=[{file}]"]
+    command += ["data.response_key=r"]
+    finish([*command, f"trainer.run_dir={algo}"], home)
+    killed([*command, f"trainer.run_dir={algo}_killed"], home, at=".unfinished_000006/manifest.json")
+    finish([*command, f"trainer.run_dir={algo}_killed"], home)
+    assert differing(left_behind(home / algo), left_behind(home / f"{algo}_killed")) == []
+    losses = [row["actor/preference_loss"] for row in logged(home / algo) if "actor/lr" in row]
+    start = math.log(2) if algo == "dpo" else 0.5
+    assert losses[0] == pytest.approx(start, abs=1e-6) and min(losses) < start - 1e-3
 
 
 def test_a_full_disk_ends_the_run_in_one_paragraph(tmp_path: Path, job: list[str]) -> None:
