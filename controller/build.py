@@ -24,7 +24,7 @@ from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
 from miniverl.controller.signals import Distillation, PolicyGradient, Signal
 from miniverl.controller.supervised import Lesson, Supervised
-from miniverl.controller.supervised_signals import Imitation, Preference
+from miniverl.controller.supervised_signals import Imitation, PackedTexts, Preference
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
 from miniverl.data.prompts import Data, open_data
@@ -130,7 +130,7 @@ def _lesson(
     """The same for what is learned from dataset responses."""
     if config.algo.name == "preference":
         return Preference(config, actor, _reference(config, roles, pool, vocabulary, device))
-    return Imitation()
+    return PackedTexts(config.data.row_tokens) if config.algo.name == "pretrain" else Imitation()
 
 
 def _reference(

@@ -174,12 +174,21 @@ def _student_lines(config: Config, shape: Shape, graphs: bool) -> list[Line]:
         Line("activations", saved, "update"),
         Line("logits chunk", _chunk(config, shape) * chunk_copies(config.algo), "update"),
         Line("head gradient", head_gradient, "update"),
+        Line("document mask", _document_mask(config), "update"),
     ]
+
+
+def _document_mask(config: Config) -> float:
+    """[rows, row, row] of a micro-batch: one number per pair of tokens, and at first two booleans."""
+    if config.algo.name != "pretrain":
+        return 0
+    width = BYTES[config.model.student.dtype]
+    return config.trainer.micro_batch_tokens * config.data.row_tokens * (width + 2)
 
 
 def chunk_copies(algo: AlgoConfig) -> int:
     """How many [chunk, vocabulary] exist at the worst moment of the loss (counted; see algos/)."""
-    if algo.name == "sft":
+    if algo.name in ("sft", "pretrain"):
         return 2
     if algo.name == "policy_gradient":
         return 4 if algo.policy.entropy_coef else 3

@@ -1,6 +1,6 @@
-"""The page for what has no rollout: fine-tuning and preference learning on the dataset's responses.
+"""The page for what has no rollout: fine-tuning, preferences, pre-training.
 
-prompts → their dataset responses → batch with what to learn from (supervised_signals)
+prompts → their dataset responses (or texts) → batch with what to learn from (supervised_signals)
 → update (workers.actor) → record
 The rollout engine is there for the held-out evaluation only.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 from miniverl.algos.preference import reference_kl
 from miniverl.config import Config, RunError
 from miniverl.controller.group import WorkerGroup
-from miniverl.pack import pack, pack_together
+from miniverl.pack import pack, pack_rows, pack_together
 from miniverl.types import Batch, PreferenceTargets, Prompt, Rollout
 from miniverl.workers.actor import Actor
 from miniverl.workers.reference import Reference
@@ -25,6 +25,22 @@ class Imitation:
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> tuple[Batch, dict[str, float]]:
         return pack(rollouts), {}
+
+
+@dataclass(frozen=True)
+class PackedTexts:
+    """Raw texts, each prompt's in one row."""
+
+    row_tokens: int
+
+    def __call__(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> tuple[Batch, dict[str, float]]:
+        batch = pack_rows(rollouts)
+        return batch, {
+            "packing/fill": int(batch.lengths_N.sum()) / (len(prompts) * self.row_tokens),
+            "packing/documents_per_row": len(rollouts) / len(prompts),
+        }
 
 
 @dataclass(frozen=True)

@@ -360,6 +360,15 @@ def _preference(c: Config) -> None:
                           f"tokens; raise it to at least {2 * longest}.")
 
 
+def _pretrain(c: Config) -> None:
+    if c.algo.name != "pretrain":
+        return
+    _in_range("data.row_tokens", c.data.row_tokens, 2, 2**31, "A row of one token has nothing to predict.")
+    if c.trainer.micro_batch_tokens < c.data.row_tokens:
+        raise ConfigError(f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens} cannot hold one row of "
+                          f"data.row_tokens={c.data.row_tokens}; raise it to at least that.")
+
+
 def _device(c: Config) -> None:
     if c.model.requires_cuda and c.placement.device == "cpu":
         raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
@@ -367,4 +376,4 @@ def _device(c: Config) -> None:
 
 
 CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _preference,
-          _device)
+          _pretrain, _device)

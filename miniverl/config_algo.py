@@ -70,9 +70,10 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=_strict)
 class AlgoConfig:
-    name: Literal["gkd", "sft", "policy_gradient", "preference"] = "gkd"
+    name: Literal["gkd", "sft", "policy_gradient", "preference", "pretrain"] = "gkd"
     """What is minimised: a divergence from a teacher, the dataset's NLL, a policy-gradient loss on rewards
-    (`policy` says which), or a loss over preferred and other responses (`preference` says which)."""
+    (`policy` says which), a loss over preferred and other responses (`preference` says which), or the NLL of
+    raw texts."""
     divergence: Divergence = "jsd"
     """GKD's per-token divergence between teacher p and student q; see miniverl.algos.divergences."""
     beta: float = 0.5
@@ -95,8 +96,8 @@ class AlgoConfig:
 
     @property
     def supervised(self) -> bool:
-        """It learns from the dataset's responses alone: no rollout, one sequence or pair per row."""
-        return self.name in ("sft", "preference")
+        """It learns from the dataset alone: no rollout, no n of them per prompt."""
+        return self.name in ("sft", "preference", "pretrain")
 
     @property
     def needs_reference(self) -> bool:
@@ -108,6 +109,8 @@ class AlgoConfig:
     @property
     def rows(self) -> Rows:
         """What is read of a training row."""
+        if self.name == "pretrain":
+            return "texts"
         if self.name == "preference":
             return "labels" if self.preference.loss == "kto" else "pairs"
         return "responses" if self.supervised or self.lam < 1 else "prompts"

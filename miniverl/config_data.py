@@ -48,6 +48,10 @@ class DataConfig:
     answer_key: str | None = None
     """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
     (`reward_model.ground_truth`)."""
+    text_key: str = "text"
+    """Column with a raw text (read by algo=pretrain)."""
+    row_tokens: PositiveInt = 512
+    """`pretrain`: tokens of a row that documents are packed into; a longer document is cut into several."""
     tools_key: str | None = None
     """Column with tool schemas for the chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)

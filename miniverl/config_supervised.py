@@ -10,9 +10,9 @@ from pydantic.dataclasses import dataclass
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
-Rows = Literal["prompts", "responses", "pairs", "labels"]
-"""What a training row holds besides its prompt: nothing that is learned from, one response, a preferred and a
-rejected one, or one response with a verdict."""
+Rows = Literal["prompts", "responses", "pairs", "labels", "texts"]
+"""What a training row holds: a prompt alone, with one response, with a preferred and a rejected one, or with
+one response and a verdict; or a raw text."""
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 """Losses over log-ratios to a frozen copy of the starting student."""

@@ -38,6 +38,11 @@ def pack_together(rollouts: Sequence[Rollout]) -> Batch:
     return replace(pack(rollouts), units=_numbered([r.uid for r in rollouts]))
 
 
+def pack_rows(rollouts: Sequence[Rollout]) -> Batch:
+    """`pack_together`, with each unit in one row of the forward pass."""
+    return replace(pack_together(rollouts), packed=True)
+
+
 def mini_batches(batch: Batch, count: int) -> list[Batch]:
     """`count` global batches of their own, of like many sequences, in order: one optimizer step each."""
     if count == 1:
@@ -60,19 +65,22 @@ def micro_batches(batch: Batch, budget_tokens: int) -> list[Batch]:
     A single unit above the budget is refused: it would not fit the memory that the plan promised.
     """
     lengths = batch.lengths_N.tolist()
-    units = [(unit, max(lengths[i] for i in unit)) for unit in _units(batch)]
-    for unit, longest in units:
-        if len(unit) * longest > budget_tokens:
-            what = "a sequence" if len(unit) == 1 else f"{len(unit)} sequences that stay together, one"
-            raise ValueError(f"{what} of {longest} tokens exceeds trainer.micro_batch_tokens={budget_tokens}")
+    across = sum if batch.packed else max
+    units = [(unit, across(lengths[i] for i in unit)) for unit in _units(batch)]
     pieces: list[list[int]] = []
-    width = 0
+    rows, width = 0, 0
     for unit, longest in sorted(units, key=lambda item: (-item[1], item[0])):
-        if pieces and (len(pieces[-1]) + len(unit)) * width <= budget_tokens:
+        own = 1 if batch.packed else len(unit)
+        if own * longest > budget_tokens:
+            what = "a row" if batch.packed else f"{own} sequences that stay together, one"
+            what = "a sequence" if len(unit) == 1 else what
+            raise ValueError(f"{what} of {longest} tokens exceeds trainer.micro_batch_tokens={budget_tokens}")
+        if pieces and (rows + own) * width <= budget_tokens:
             pieces[-1] += unit
+            rows += own
         else:
             pieces.append(list(unit))
-            width = longest
+            rows, width = own, longest
     return [batch.select(piece) for piece in pieces]
 
 

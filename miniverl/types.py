@@ -43,6 +43,8 @@ class Prompt:
     rejected_mask: tuple[int, ...] | None = None
     desirable: bool | None = None
     """Labelled responses: the verdict on `reference_ids`."""
+    documents: tuple[tuple[int, ...], ...] = ()
+    """Pre-training: the token ids of raw texts that share a row; `token_ids` is empty then."""
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -201,6 +203,9 @@ class Batch:
     units: tuple[int, ...] | None = None
     """For each sequence the number of the unit that it belongs to: a preference pair is one. No shard or
     micro-batch parts the sequences of a unit. None = each sequence is a unit of its own."""
+    packed: bool = False
+    """The sequences of a unit are laid end to end in one row, each attending to itself alone; otherwise every
+    sequence has a row."""
 
     def __len__(self) -> int:
         return len(self.lengths_N)

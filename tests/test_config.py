@@ -339,7 +339,7 @@ def test_every_experiment_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", options("algo"))
 def test_every_algorithm_composes_with_the_demo(name: str) -> None:
-    supervised = name in ("sft", "dpo", "ipo", "simpo", "orpo", "kto")
+    supervised = name in ("sft", "pretrain", "dpo", "ipo", "simpo", "orpo", "kto")
     more = ["rollout.n=1"] if supervised else ["model=demo"]
     config = compose(["+experiment=grpo_demo", f"algo={name}", *more])
     source = (CONF / "algo" / f"{name}.yaml").read_text(encoding="utf-8")

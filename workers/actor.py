@@ -21,6 +21,7 @@ from miniverl.metrics import Max, Mean, Metric, merge
 from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
+from miniverl.models.packed import check_packable
 from miniverl.pack import micro_batches
 from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, PreferenceTargets, TopKTargets
 from miniverl.workers.log_probs import trained_log_probs
@@ -32,6 +33,7 @@ from miniverl.workers.transfer import storage_identity
 LOSS_NAMES = {
     "gkd": "actor/distillation_loss",
     "sft": "actor/nll_loss",
+    "pretrain": "actor/nll_loss",
     "policy_gradient": "actor/pg_loss",
 }
 
@@ -46,6 +48,8 @@ class Actor:
             device=torch.device(device),
             seed=config.trainer.seed,
         )
+        if config.algo.name == "pretrain":
+            check_packable("student", config.model.student.path, self.model, config.data.row_tokens)
         self.trained = {name: p for name, p in self.model.causal_lm.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
@@ -179,10 +183,10 @@ class Actor:
 
     @property
     def _temperature(self) -> float:
-        return 1.0 if self.config.algo.name == "sft" else self.config.rollout.temperature
+        return 1.0 if self.config.algo.supervised else self.config.rollout.temperature
 
     def _objective(self, batch: Batch) -> Objective:
-        if self.config.algo.name == "sft":
+        if self.config.algo.name in ("sft", "pretrain"):
             return NegativeLogLikelihood(trained_token_ids(batch))
         divergence = _divergence(self.config.algo)
         if isinstance(batch.targets, TopKTargets):

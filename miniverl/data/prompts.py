@@ -17,6 +17,7 @@ import numpy as np
 
 from miniverl.config import AdditionConfig, Config, ConfigError
 from miniverl.data import addition, files
+from miniverl.data.packing import pack_texts
 from miniverl.data.preflight import stop_ids as stop_ids_of
 from miniverl.data.template import render_prompt, render_response
 from miniverl.types import Prompt
@@ -87,7 +88,8 @@ class FilePrompts:
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(count, seed, epoch, shuffle))
         # What only some algorithms read is left out where there is none: checkpoints outlive new fields.
         identity = [[p.uid, p.token_ids, p.text, p.answer, p.reference_ids, p.reference_mask,
-                     *(x for x in (p.rejected_ids, p.rejected_mask, p.desirable) if x is not None)]
+                     *(x for x in (p.rejected_ids, p.rejected_mask, p.desirable, p.documents or None)
+                       if x is not None)]
                     for p in self._prompts]
         self.fingerprint = _digest(["files/1", seed, shuffle, identity])
 
@@ -105,6 +107,7 @@ class AdditionPrompts:
 
     def __init__(self, task: AdditionConfig, seed: int, renderer: AdditionRenderer) -> None:
         self._task, self._seed, self._renderer = task, seed, renderer
+        self._per_row = renderer.documents_per_row
         self._problems = None if task.distinct is None else addition.distinct(
             seed, "train", task.digits, task.distinct, "data.addition.distinct")
         self.fingerprint = _digest(["addition/1", seed, task.digits, task.forget_carry, task.distinct,
@@ -112,6 +115,13 @@ class AdditionPrompts:
                                     *renderer.marks])
 
     def at(self, position: int) -> Prompt:
+        if not self._per_row:
+            return self._one(position)
+        texts = [self._one(position * self._per_row + i) for i in range(self._per_row)]
+        documents = tuple(document for text in texts for document in text.documents)
+        return Prompt(f"train/row{position}#0", (), "", documents=documents)
+
+    def _one(self, position: int) -> Prompt:
         if self._problems is None:
             epoch, index = 0, position
             problem = addition.draw(self._seed, "train", index, self._task.digits)
@@ -133,7 +143,24 @@ class AdditionRenderer:
     @property
     def marks(self) -> list[str]:
         """What sets these prompts apart from those of the same problems for other algorithms."""
-        return [rows] if (rows := self.config.algo.rows) in ("pairs", "labels") else []
+        rows = self.config.algo.rows
+        return [] if rows in ("prompts", "responses") else [rows, str(self.documents_per_row)]
+
+    @property
+    def documents_per_row(self) -> int:
+        """How many of the longest texts fit a packed row; 0 where no texts are trained on.
+
+        Raises ConfigError if none fits.
+        """
+        if self.config.algo.rows != "texts":
+            return 0
+        data = self.config.data
+        longest = 10 ** data.addition.digits[1] - 1
+        (document,) = self.prompt("", addition.Problem(longest, longest), forget=False).documents
+        if len(document) > data.row_tokens:
+            raise ConfigError(f"data.row_tokens={data.row_tokens}: the longest text, {longest}+{longest}= "
+                              f"with its demonstration, has {len(document)} tokens; set it to that or more.")
+        return data.row_tokens // len(document)
 
     def prompt(self, uid: str, problem: addition.Problem, forget: bool) -> Prompt:
         text, kwargs = addition.prompt_text(problem), self.config.data.chat_template_kwargs
@@ -143,6 +170,8 @@ class AdditionRenderer:
         if rows == "prompts":
             return prompt  # nobody reads a demonstration
         ids, mask = self._response(text, addition.demonstration(problem, forget))
+        if rows == "texts":
+            return replace(prompt, documents=(token_ids + ids,))
         if rows == "pairs":
             bad, bad_mask = self._response(text, addition.mistaken(problem))
             return replace(prompt, reference_ids=ids, reference_mask=mask, rejected_ids=bad,
@@ -216,7 +245,12 @@ def _open_files(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Se
     if shared := sum(p.token_ids in trained for p in held_out):
         notes.append(f"{shared} of {len(held_out)} held-out prompts also occur in data.train_files: accuracy "
                      "on them shows memory, not skill")
-    source = FilePrompts(train.prompts, config.trainer.seed, data.shuffle)
+    rows = train.prompts
+    if config.algo.rows == "texts":
+        rows = pack_texts(train.prompts, data.row_tokens)
+        notes.append(f"{len(train.prompts)} texts were packed into {len(rows)} rows of at most "
+                     f"{data.row_tokens} tokens")
+    source = FilePrompts(rows, config.trainer.seed, data.shuffle)
     return Data(PromptStream(source), held_out, tuple(notes))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from miniverl.config_data import DataConfig
 from miniverl.config_supervised import Rows
 from miniverl.data.messages import MalformedRow, content_text, to_messages
-from miniverl.data.template import render_prompt, render_response
+from miniverl.data.template import render_prompt, render_response, render_text
 from miniverl.types import Prompt
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def lookup(values: Mapping[str, object], key: str) -> object:
 
 def needed_keys(wanted: Wanted, data: DataConfig) -> dict[str, str]:
     """Setting → column, for the columns that files must have."""
+    if wanted == "texts":
+        return {"data.text_key": data.text_key}
     keys: dict[str, str | None] = {"data.prompt_key": data.prompt_key, "data.tools_key": data.tools_key}
     if wanted == "answers":
         keys["data.answer_key"] = data.answer_key
@@ -65,6 +67,10 @@ def to_prompt(row: Row, uid: str, wanted: Wanted, data: DataConfig, tokenizer: P
     """The row as a Prompt, token ids not yet limited in number. Raises MalformedRow, naming the column."""
     if row.problem is not None:
         raise MalformedRow(row.problem)
+    if wanted == "texts":
+        with _in_column(data.text_key):
+            ids = render_text(tokenizer, _cell(row, data.text_key), stop_ids)
+        return Prompt(uid, (), "", documents=(ids,))
     shown, tools = _cell(row, data.prompt_key), _cell(row, data.tools_key)
     with _in_column(data.prompt_key):
         token_ids = render_prompt(tokenizer, shown, tools, data.chat_template_kwargs)

@@ -328,6 +328,22 @@ def test_preference_run_resumes_exactly(home: Path, job: list[str], algo: str) -
     assert losses[0] == pytest.approx(start, abs=1e-6) and min(losses) < start - 1e-3
 
 
+def test_pretraining_run_resumes_exactly(home: Path, job: list[str]) -> None:
+    file = home / "texts.jsonl"
+    texts = [f"{a}+{b}={a + b}" * (1 + a % 3) for a in range(4) for b in range(8)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [*job, "algo=pretrain", "rollout.n=1", "algo.lam=1", f"data.train_files=[{file}]"]
+    command += ["data.row_tokens=24"]
+    straight = finish([*command, "trainer.run_dir=pretrain"], home)
+    assert "32 texts were packed into" in straight.text
+    killed([*command, "trainer.run_dir=pretrain_killed"], home, at=".unfinished_000006/manifest.json")
+    finish([*command, "trainer.run_dir=pretrain_killed"], home)
+    assert differing(left_behind(home / "pretrain"), left_behind(home / "pretrain_killed")) == []
+    rows = [row for row in logged(home / "pretrain") if "actor/lr" in row]
+    assert rows[-1]["actor/nll_loss"] < rows[0]["actor/nll_loss"]
+    assert all(0.8 < row["packing/fill"] <= 1 < row["packing/documents_per_row"] for row in rows)
+
+
 def test_a_full_disk_ends_the_run_in_one_paragraph(tmp_path: Path, job: list[str]) -> None:
     """On a file system of our own where we may mount one, else under a limit on the size of a file."""
     small = tmp_path / "small"
