@@ -19,15 +19,17 @@ from miniverl.config import Config, ConfigError, RunError
 from miniverl.controller import resume
 from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.group import WorkerGroup
+from miniverl.controller.offline import open_targets
 from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
 from miniverl.controller.signals import Distillation, PolicyGradient, Signal
 from miniverl.controller.supervised import Lesson, Supervised
-from miniverl.controller.supervised_signals import Imitation, PackedTexts, Preference
+from miniverl.controller.supervised_signals import CachedTeacher, Imitation, PackedTexts, Preference
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
 from miniverl.data.prompts import Data, open_data
+from miniverl.data.target_cache import TargetCache
 from miniverl.models.load import eos_ids, load_tokenizer
 from miniverl.report import describe_environment, write_report
 from miniverl.workers.actor import Actor
@@ -86,6 +88,7 @@ def assemble(
 ) -> Loop:
     """Workers into the pool, and the page over them."""
     vocabulary = len(tokenizer)
+    targets = _cached_targets(config, pool, data, vocabulary, device)
     pool.build("actor", Actor, config, vocabulary, device)
     pool.build("rollout", RolloutWorker, config, colocated("actor"))
     actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
@@ -107,7 +110,7 @@ def assemble(
     )
     evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
     if config.algo.supervised:
-        lesson = _lesson(config, roles, pool, actor, vocabulary, device)
+        lesson = _lesson(config, roles, pool, actor, vocabulary, device, targets)
         return Supervised(config, data, tokenizer, sampling, actor, rollout, lesson, evaluate, record)
     signal = _signal(config, roles, pool, actor, vocabulary, device)
     return Trainer(config, data, tokenizer, sampling, actor, rollout, signal, evaluate, record)
@@ -124,10 +127,28 @@ def _signal(
     return PolicyGradient(config, actor, _reference(config, roles, pool, vocabulary, device))
 
 
+def _cached_targets(
+    config: Config, pool: Pool, data: Data, vocabulary: int, device: str
+) -> TargetCache | None:
+    """Before the student loads, so that it and the teacher never share the device."""
+    teacher = config.model.teacher
+    if config.algo.name != "kd" or teacher is None:
+        return None
+    return open_targets(config, teacher, data.train, pool, vocabulary, device, say)
+
+
 def _lesson(
-    config: Config, roles: tuple[str, ...], pool: Pool, actor: WorkerGroup, vocabulary: int, device: str
+    config: Config,
+    roles: tuple[str, ...],
+    pool: Pool,
+    actor: WorkerGroup,
+    vocabulary: int,
+    device: str,
+    targets: TargetCache | None,
 ) -> Lesson:
     """The same for what is learned from dataset responses."""
+    if targets is not None:
+        return CachedTeacher(targets)
     if config.algo.name == "preference":
         return Preference(config, actor, _reference(config, roles, pool, vocabulary, device))
     return PackedTexts(config.data.row_tokens) if config.algo.name == "pretrain" else Imitation()
@@ -171,7 +192,7 @@ def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]
     student = config.model.student
     tokenizer = load_tokenizer("student", student)
     stops = stop_ids(tokenizer, eos_ids("student", student))
-    if config.algo.name == "gkd" and config.model.teacher is not None:
+    if config.algo.needs_teacher and config.model.teacher is not None:
         teacher = load_tokenizer("teacher", config.model.teacher)
         for note in check_tokenizers(
             tokenizer,

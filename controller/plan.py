@@ -62,6 +62,7 @@ class Plan:
 _WHEN = {
     "always": "throughout",
     "generate": "while generating",
+    "prepare": "before training, alone",
     "score": "while the teacher scores",
     "update": "while updating",
 }
@@ -106,7 +107,7 @@ def make_plan(config: Config) -> Plan:
 
 def _frozen_roles(config: Config) -> tuple[str, ...]:
     """What scores the actor's tokens. A student with an adapter is its own reference, the adapter off."""
-    if config.algo.name == "gkd":
+    if config.algo.needs_teacher:
         return ("teacher",)
     return ("reference",) if config.algo.needs_reference and config.model.student.lora is None else ()
 
@@ -158,8 +159,8 @@ def _budget(config: Config, device: str, cuda: bool) -> float | None:
 
 def _lines(config: Config, device: str) -> list[Line]:
     student = _shape(config.model.student)
-    teacher = _shape(config.model.teacher) if config.model.teacher and config.algo.name == "gkd" else None
-    wants_teacher = config.model.teacher is not None and config.algo.name == "gkd"
+    wants_teacher = config.model.teacher is not None and config.algo.needs_teacher
+    teacher = _shape(config.model.teacher) if config.model.teacher and wants_teacher else None
     if student is None or (wants_teacher and teacher is None):
         return []
     lines = estimate(config, student, teacher, device)

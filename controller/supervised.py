@@ -1,4 +1,4 @@
-"""The page for what has no rollout: fine-tuning, preferences, pre-training.
+"""The page for what has no rollout: fine-tuning, preferences, pre-training, offline KD.
 
 prompts → their dataset responses (or texts) → batch with what to learn from (supervised_signals)
 → update (workers.actor) → record

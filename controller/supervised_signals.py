@@ -11,6 +11,7 @@ from torch import Tensor
 from miniverl.algos.preference import reference_kl
 from miniverl.config import Config, RunError
 from miniverl.controller.group import WorkerGroup
+from miniverl.data.target_cache import TargetCache
 from miniverl.pack import pack, pack_rows, pack_together
 from miniverl.types import Batch, PreferenceTargets, Prompt, Rollout
 from miniverl.workers.actor import Actor
@@ -25,6 +26,18 @@ class Imitation:
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> tuple[Batch, dict[str, float]]:
         return pack(rollouts), {}
+
+
+@dataclass(frozen=True)
+class CachedTeacher:
+    """What a teacher once said of every trained token."""
+
+    cache: TargetCache
+
+    def __call__(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> tuple[Batch, dict[str, float]]:
+        return replace(pack(rollouts), targets=self.cache.targets(rollouts)), {}
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _ranges(c: Config) -> None:
 
 
 def _temperature(c: Config) -> None:
-    if not c.algo.supervised and c.rollout.temperature <= 0:
+    if c.algo.tempered and c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature={c.rollout.temperature}: training responses are sampled and both sides of "
             "the loss are divided by it, so it must be above 0 (1.0 is usual). Greedy is for "
@@ -243,9 +243,12 @@ def _on_policy(c: Config) -> None:
 
 
 def _roles(c: Config) -> None:
-    if c.algo.name == "gkd" and c.model.teacher is None:
-        raise ConfigError("algo.name=gkd needs a teacher: set model.teacher.path, or choose a model group "
-                          "with one (model=demo). algo.name=sft trains without a teacher.")
+    if c.algo.needs_teacher and c.model.teacher is None:
+        raise ConfigError(f"algo.name={c.algo.name} needs a teacher: set model.teacher.path, or choose "
+                          "a model group with one (model=demo). algo.name=sft trains without a teacher.")
+    if c.algo.name == "kd" and c.algo.teacher_top_k is None:
+        raise ConfigError("algo.name=kd keeps the teacher's targets on disk, where full distributions "
+                          "would not fit: set algo.teacher_top_k (algo=kd sets 32).")
     for role, m in (("student", c.model.student), ("teacher", c.model.teacher)):
         if m is None:
             continue

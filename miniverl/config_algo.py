@@ -70,8 +70,9 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=_strict)
 class AlgoConfig:
-    name: Literal["gkd", "sft", "policy_gradient", "preference", "pretrain"] = "gkd"
-    """What is minimised: a divergence from a teacher, the dataset's NLL, a policy-gradient loss on rewards
+    name: Literal["gkd", "sft", "policy_gradient", "preference", "pretrain", "kd"] = "gkd"
+    """What is minimised: a divergence from a teacher on the student's responses (`gkd`) or on the dataset's,
+    with the teacher's targets kept on disk (`kd`), the dataset's NLL, a policy-gradient loss on rewards
     (`policy` says which), a loss over preferred and other responses (`preference` says which), or the NLL of
     raw texts."""
     divergence: Divergence = "jsd"
@@ -85,6 +86,8 @@ class AlgoConfig:
     sample)."""
     teacher_top_k: PositiveInt | None = None
     """None = the teacher's full distribution; k = its k most likely tokens plus one bucket for the rest."""
+    cache_dir: str = "runs/teacher-targets"
+    """Where `kd` keeps what the teacher said; runs with the same teacher, data and settings share it."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Read where name=policy_gradient."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
@@ -97,7 +100,16 @@ class AlgoConfig:
     @property
     def supervised(self) -> bool:
         """It learns from the dataset alone: no rollout, no n of them per prompt."""
-        return self.name in ("sft", "preference", "pretrain")
+        return self.name in ("sft", "preference", "pretrain", "kd")
+
+    @property
+    def tempered(self) -> bool:
+        """The loss takes distributions at rollout.temperature; the others' is 1."""
+        return self.name not in ("sft", "preference", "pretrain")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.name in ("gkd", "kd")
 
     @property
     def needs_reference(self) -> bool:

@@ -32,6 +32,7 @@ from miniverl.workers.transfer import storage_identity
 
 LOSS_NAMES = {
     "gkd": "actor/distillation_loss",
+    "kd": "actor/distillation_loss",
     "sft": "actor/nll_loss",
     "pretrain": "actor/nll_loss",
     "policy_gradient": "actor/pg_loss",
@@ -183,7 +184,7 @@ class Actor:
 
     @property
     def _temperature(self) -> float:
-        return 1.0 if self.config.algo.supervised else self.config.rollout.temperature
+        return self.config.rollout.temperature if self.config.algo.tempered else 1.0
 
     def _objective(self, batch: Batch) -> Objective:
         if self.config.algo.name in ("sft", "pretrain"):

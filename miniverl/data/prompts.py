@@ -6,7 +6,7 @@ What a prompt looks like is decided in `addition`, `files` and `template`; this 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -37,6 +37,10 @@ class PromptSource(Protocol):
 
     def at(self, position: int) -> Prompt: ...
 
+    def among(self, positions: int) -> Iterable[Prompt]:
+        """Each prompt that occurs at the first so many positions, in an order without chance where all do."""
+        ...
+
 
 class PromptStream:
     """An infinite sequence of prompts; saving `position` and calling `seek` resumes it exactly.
@@ -63,6 +67,10 @@ class PromptStream:
         if position < 0:
             raise ValueError(f"position {position} of a prompt stream is negative")
         self._position = position
+
+    def among(self, positions: int) -> Iterable[Prompt]:
+        """Each prompt that occurs among the first so many, wherever the stream stands."""
+        return self._source.among(positions)
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
@@ -98,6 +106,11 @@ class FilePrompts:
         prompt = self._prompts[self._order(epoch)[offset]]
         return replace(prompt, uid=f"{prompt.uid}#{epoch}")
 
+    def among(self, positions: int) -> Iterable[Prompt]:
+        if positions >= len(self._prompts):
+            return self._prompts
+        return (self.at(position) for position in range(positions))
+
 
 class AdditionPrompts:
     """Training problems of the embedded task: fresh ones for ever, or `distinct` ones again and again.
@@ -120,6 +133,10 @@ class AdditionPrompts:
         texts = [self._one(position * self._per_row + i) for i in range(self._per_row)]
         documents = tuple(document for text in texts for document in text.documents)
         return Prompt(f"train/row{position}#0", (), "", documents=documents)
+
+    def among(self, positions: int) -> Iterable[Prompt]:
+        different = positions if self._problems is None else len(self._problems)
+        return (self.at(position) for position in range(min(positions, different)))
 
     def _one(self, position: int) -> Prompt:
         if self._problems is None:

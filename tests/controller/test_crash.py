@@ -344,6 +344,25 @@ def test_pretraining_run_resumes_exactly(home: Path, job: list[str]) -> None:
     assert all(0.8 < row["packing/fill"] <= 1 < row["packing/documents_per_row"] for row in rows)
 
 
+def test_offline_distillation_resumes_exactly_from_scoring_or_training(home: Path, job: list[str]) -> None:
+    command = [*job, "algo=kd", "rollout.n=1", "algo.lam=1", "algo.teacher_top_k=5"]
+    first = finish([*command, "trainer.run_dir=kd", "algo.cache_dir=targets"], home)
+    assert "scoring 9 sequences into targets" in first.text, "two of ten rows are alike"
+    again = [*command, "trainer.run_dir=kd_killed", "algo.cache_dir=other"]
+    killed(again, home, at="other/.")
+    assert [path.suffix for path in (home / "other").iterdir()] != [".safetensors"]
+    assert saved_steps(home / "kd_killed") == []
+    killed(again, home, at=".unfinished_000006/manifest.json")
+    assert saved_steps(home / "kd_killed") == [2, 4]
+    last = finish(again, home)
+    assert "the teacher is not loaded" in last.text
+    assert differing(left_behind(home / "kd"), left_behind(home / "kd_killed")) == []
+    # the cache may lie elsewhere when a run goes on
+    finish([*command, "trainer.run_dir=kd", "algo.cache_dir=other"], home)
+    losses = [row["actor/distillation_loss"] for row in logged(home / "kd") if "actor/lr" in row]
+    assert losses[-1] < losses[0]
+
+
 def test_a_full_disk_ends_the_run_in_one_paragraph(tmp_path: Path, job: list[str]) -> None:
     """On a file system of our own where we may mount one, else under a limit on the size of a file."""
     small = tmp_path / "small"
