@@ -16,7 +16,7 @@ from tests.tiny_models import rollout
 SETTINGS = {"teacher": "files abc", "top_k": 2, "temperature": 1.0}
 ROWS = [
     rollout([1, 2], [3, 4, 5], [1, 0, 1]),
-    rollout([1, 2, 3], [4, 5], [1, 1]),
+    rollout([1, 2, 3], [4, 6], [1, 1]),
     rollout([7], [8], [0]),
     rollout([9], [9, 9, 9]),
 ]
@@ -78,7 +78,7 @@ def test_a_sequence_that_occurs_twice_is_scored_once(tmp_path):
         (lambda rows: [replace(rows[0], response_ids=np.array([3, 4, 6])), *rows[1:]], 3),
         (lambda rows: [replace(rows[0], mask=np.array([1, 1, 1])), *rows[1:]], 3),
         (lambda rows: [replace(rows[0], prompt_ids=np.array([1, 3])), *rows[1:]], 3),
-        (lambda rows: [rollout([1, 2, 3], [4, 5], [1, 1]), rollout([1, 2, 3, 4], [5]), *rows[2:]], 3),
+        (lambda rows: [rows[0], rollout([1, 2, 3, 4], [6]), *rows[2:]], 3),
     ],
 )
 def test_changed_rows_are_scored_anew_and_others_are_not(tmp_path, change, scored):
