@@ -66,6 +66,9 @@ class MeteredPool:
     def build(self, role: str, worker: Callable[..., Any], *args: Any) -> None:
         self.pool.build(role, Timed(worker), *args)
 
+    def drop(self, role: str) -> None:
+        self.pool.drop(role)
+
     def call(
         self, host: int, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:

@@ -20,16 +20,19 @@ from miniverl.controller import resume
 from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.experience import Experience
 from miniverl.controller.group import WorkerGroup
+from miniverl.controller.offline import open_targets
 from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.policy_signal import PolicyGradient
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
 from miniverl.controller.signals import Distillation, Signal
-from miniverl.controller.supervised import Supervised
+from miniverl.controller.supervised import Lesson, Supervised
+from miniverl.controller.supervised_signals import CachedTeacher, Imitation, PackedTexts, Preference
 from miniverl.controller.teachers import Teachers
 from miniverl.controller.trainer import Loop, Trainer, fit
 from miniverl.data.preflight import check_tokenizers, stop_ids
 from miniverl.data.prompts import Data, open_data
+from miniverl.data.target_cache import TargetCache
 from miniverl.models.load import eos_ids, load_tokenizer
 from miniverl.report import describe_environment, write_report
 from miniverl.workers.actor import Actor
@@ -90,6 +93,7 @@ def assemble(
 ) -> Loop:
     """Workers into the pool, and the page over them."""
     vocabulary = len(tokenizer)
+    targets = _cached_targets(config, pool, data, vocabulary, device)
     pool.build("actor", Actor, config, vocabulary, device)
     pool.build("rollout", RolloutWorker, config, colocated("actor"))
     actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
@@ -110,8 +114,9 @@ def assemble(
         config.trainer.seed,
     )
     evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
-    if config.algo.name == "sft":
-        return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
+    if config.algo.supervised:
+        lesson = _lesson(config, roles, pool, actor, vocabulary, device, targets)
+        return Supervised(config, data, tokenizer, sampling, actor, rollout, lesson, evaluate, record)
     experience = Experience(config, data.train, tokenizer, sampling, rollout)
     signal = _signal(config, roles, pool, actor, vocabulary, device)
     return Trainer(config, data, tokenizer, actor, rollout, experience, signal, evaluate, record)
@@ -124,7 +129,6 @@ def _signal(
     groups: dict[str, WorkerGroup] = {}
     for role, worker, args in (
         ("teacher", Reference, (config, config.model.teacher, vocabulary, device)),
-        ("reference", Reference, (config, config.model.student, vocabulary, device, "student")),
         ("critic", Critic, (config, vocabulary, device)),
         ("process_reward", ProcessReward, (config, vocabulary, device)),
     ):
@@ -138,11 +142,48 @@ def _signal(
     return PolicyGradient(
         config,
         actor,
-        groups.get("reference"),
+        _reference(config, roles, pool, vocabulary, device),
         groups.get("critic"),
         groups.get("process_reward"),
         None if teacher is None else Teachers(teacher, config.rollout.temperature),
     )
+
+
+def _cached_targets(
+    config: Config, pool: Pool, data: Data, vocabulary: int, device: str
+) -> TargetCache | None:
+    """Before the student loads, so that it and the teacher never share the device."""
+    teacher = config.model.teacher
+    if config.algo.name != "kd" or teacher is None:
+        return None
+    return open_targets(config, teacher, data.train, pool, vocabulary, device, say)
+
+
+def _lesson(
+    config: Config,
+    roles: tuple[str, ...],
+    pool: Pool,
+    actor: WorkerGroup,
+    vocabulary: int,
+    device: str,
+    targets: TargetCache | None,
+) -> Lesson:
+    """The same for what is learned from dataset responses."""
+    if targets is not None:
+        return CachedTeacher(targets)
+    if config.algo.name == "preference":
+        return Preference(config, actor, _reference(config, roles, pool, vocabulary, device))
+    return PackedTexts(config.data.row_tokens) if config.algo.name == "pretrain" else Imitation()
+
+
+def _reference(
+    config: Config, roles: tuple[str, ...], pool: Pool, vocabulary: int, device: str
+) -> WorkerGroup | None:
+    """A frozen copy of the starting student; None where nothing, or the actor's own base, takes its place."""
+    if "reference" not in roles:
+        return None
+    pool.build("reference", Reference, config, config.model.student, vocabulary, device, "student")
+    return WorkerGroup(pool, "reference")
 
 
 @contextlib.contextmanager

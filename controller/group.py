@@ -13,7 +13,7 @@ import torch
 
 from miniverl.controller.pool import Pool
 from miniverl.metrics import Metric, finalize, merge
-from miniverl.pack import balance
+from miniverl.pack import balance, shares
 from miniverl.types import Batch, HiddenTargets, Prompt, Targets, TopKTargets
 
 P = ParamSpec("P")
@@ -56,8 +56,8 @@ class WorkerGroup:
         batch whose own metrics `until` is true of."""
         parts: list[Mapping[str, Metric]] = []
         for batch in batches:
-            shares = self._shares(batch.lengths_N.tolist())
-            answers = self._call(method, [(batch.select(share),) for share in shares], {})
+            pieces = [batch.select(share) for share in shares(batch, self.pool.size)]
+            answers = self._call(method, [(piece,) for piece in pieces], {})
             parts += answers
             if until is not None and until(finalize(merge(answers))):
                 break
@@ -71,10 +71,10 @@ class WorkerGroup:
         **kwargs: P.kwargs,
     ) -> list[Item]:
         """Shard the batch by tokens; one answer per sequence, in the batch's order."""
-        shares = self._shares(batch.lengths_N.tolist())
-        parts = self._call(method, [(batch.select(share), *args) for share in shares], kwargs)
+        places = shares(batch, self.pool.size)
+        parts = self._call(method, [(batch.select(share), *args) for share in places], kwargs)
         answers = dict(
-            zip((i for share in shares for i in share), (a for part in parts for a in part), strict=True)
+            zip((i for share in places for i in share), (a for part in parts for a in part), strict=True)
         )
         return [answers[i] for i in range(len(batch))]
 
@@ -86,8 +86,8 @@ class WorkerGroup:
         **kwargs: P.kwargs,
     ) -> Batch:
         """Shard the batch by tokens and put the workers' batches back into its order."""
-        shares = self._shares(batch.lengths_N.tolist())
-        parts = self._call(method, [(batch.select(share), *args) for share in shares], kwargs)
+        pieces = [batch.select(share) for share in shares(batch, self.pool.size)]
+        parts = self._call(method, [(piece, *args) for piece in pieces], kwargs)
         return _joined(parts, batch.rows)
 
     def map(
@@ -98,16 +98,13 @@ class WorkerGroup:
         **kwargs: P.kwargs,
     ) -> list[Item]:
         """One answer per prompt, in the prompts' order, whichever worker gave it."""
-        shares = self._shares([len(p.token_ids) for p in prompts])
-        parts = self._call(method, [([prompts[i] for i in share], *args) for share in shares], kwargs)
+        # No worker is called for nothing where there are fewer items than workers.
+        places = [share for share in balance([len(p.token_ids) for p in prompts], self.pool.size) if share]
+        parts = self._call(method, [([prompts[i] for i in share], *args) for share in places], kwargs)
         answers = dict(
-            zip((i for share in shares for i in share), (a for part in parts for a in part), strict=True)
+            zip((i for share in places for i in share), (a for part in parts for a in part), strict=True)
         )
         return [answers[i] for i in range(len(prompts))]
-
-    def _shares(self, lengths: Sequence[int]) -> list[list[int]]:
-        # No worker is called for nothing where there are fewer items than workers.
-        return [share for share in balance(lengths, self.pool.size) if share]
 
     def _call(
         self, method: Callable[..., R], args_per_host: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any]
@@ -131,6 +128,7 @@ def _joined(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
         trained_tokens=parts[0].trained_tokens,
         trained_sequences=parts[0].trained_sequences,
         targets=_joined_targets([p.targets for p in parts if p.targets is not None]),
+        units=tuple(unit for p in parts for unit in p.units or ()) or None,
     )
     place = {row: i for i, row in enumerate(whole.rows)}
     return whole.select([place[row] for row in rows])

@@ -1,8 +1,8 @@
 """How much memory a plan will take, from the models' config.json alone: no weights are loaded.
 
 Every line is (bytes, when): `always`, or in one of the phases generate → score → update that take turns. The
-total is what lies there always plus the largest phase. What the formulas assume stands beside them;
-`tests/test_plan.py` holds them against measured peaks.
+total is what lies there always plus the largest phase, or what is there before training (`prepare`), if that
+is more. What the formulas assume stands beside them; `tests/test_plan.py` holds them against measured peaks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from miniverl.config import AlgoConfig, Config, LoraConfig, ModelConfig
+from miniverl.data.target_cache import PART
 
-When = Literal["always", "generate", "score", "update"]
+When = Literal["always", "prepare", "generate", "score", "update"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 COPIES = {"forward_kl": 5, "reverse_kl": 5, "jsd": 7, "skew_kl": 6, "skew_rkl": 6, "tvd": 7}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -107,24 +108,31 @@ def estimate(config: Config, student: Shape, teacher: Shape | None, device: str)
     graphs = device == "cuda" and config.rollout.cuda_graphs == "auto"
     lines = _student_lines(config, student, graphs)
     if teacher is not None and config.model.teacher is not None:
-        model = config.model.teacher
-        tokens = config.trainer.micro_batch_tokens
-        rows = config.trainer.prompts_per_step * config.rollout.n
-        trained = rows * config.rollout.max_response_length
-        k = config.algo.teacher_top_k
-        if config.algo.name == "policy_gradient":  # one number per token
-            return lines + frozen_lines("teacher", config, model, teacher)
-        kept = trained * (teacher.hidden * BYTES[model.dtype] if k is None else k * 12)
-        lines += [
-            Line("teacher weights", teacher.weights(model), "always"),
-            Line("teacher activations", tokens * teacher.forward_per_token(model), "score"),
-            # The targets are kept from the score to the update; where they are joined, twice for a moment.
-            Line("teacher targets", 2 * kept, "score"),
-            Line("kept targets", kept, "update"),
-        ]
-        if k is not None:
-            lines.append(Line("teacher logits chunk", _chunk(config, teacher) * 2, "score"))
+        if config.algo.name == "policy_gradient":
+            return lines + frozen_lines("teacher", config, config.model.teacher, teacher)
+        lines += teacher_lines(config, teacher, config.model.teacher)
     return lines
+
+
+def teacher_lines(config: Config, teacher: Shape, model: ModelConfig) -> list[Line]:
+    """A teacher that scores every step, or (`kd`) the dataset once, a part of the cache at a time, before the
+    student is there."""
+    offline = config.algo.name == "kd"
+    always, score = ("prepare", "prepare") if offline else ("always", "score")
+    k = config.algo.teacher_top_k
+    per_token = teacher.hidden * BYTES[model.dtype] if k is None else k * 12
+    rows, longest = config.trainer.prompts_per_step * config.rollout.n, config.rollout.max_response_length
+    scored = (PART if offline else rows) * longest * per_token
+    lines = [
+        Line("teacher weights", teacher.weights(model), always),
+        Line(
+            "teacher activations", config.trainer.micro_batch_tokens * teacher.forward_per_token(model), score
+        ),
+        # The targets are kept from the score to the update; where they are joined, twice for a moment.
+        Line("teacher targets", 2 * scored, score),
+        Line("kept targets", rows * longest * per_token, "update"),
+    ]
+    return lines if k is None else [*lines, Line("teacher logits chunk", _chunk(config, teacher) * 2, score)]
 
 
 def frozen_lines(what: str, config: Config, model: ModelConfig, shape: Shape) -> list[Line]:
@@ -151,7 +159,8 @@ def learner_lines(what: str, model: ModelConfig, shape: Shape) -> list[Line]:
 def total(lines: list[Line]) -> float:
     """Bytes at the worst moment."""
     always = sum(line.size for line in lines if line.when == "always")
-    return always + max(phase_total(lines, phase) for phase in ("generate", "score", "update"))
+    training = always + max(phase_total(lines, phase) for phase in ("generate", "score", "update"))
+    return max(training, phase_total(lines, "prepare"))
 
 
 def phase_total(lines: list[Line], phase: When) -> float:
@@ -187,15 +196,27 @@ def _student_lines(config: Config, shape: Shape, graphs: bool) -> list[Line]:
         Line("activations", saved, "update"),
         Line("logits chunk", _chunk(config, shape) * chunk_copies(config.algo), "update"),
         Line("head gradient", head_gradient, "update"),
+        *_document_mask(config),
     ]
+
+
+def _document_mask(config: Config) -> list[Line]:
+    """[rows, row, row] of a micro-batch: one number per pair of tokens, and at first two booleans."""
+    if config.algo.name != "pretrain":
+        return []
+    per_pair = BYTES[config.model.student.dtype] + 2
+    size = config.trainer.micro_batch_tokens * config.data.row_tokens * per_pair
+    return [Line("document mask", size, "update")]
 
 
 def chunk_copies(algo: AlgoConfig) -> int:
     """How many [chunk, vocabulary] exist at the worst moment of the loss (counted; see algos/)."""
-    if algo.name == "sft":
+    if algo.name in ("sft", "pretrain"):
         return 2
     if algo.name == "policy_gradient":
         return 4 if algo.policy.entropy_coef else 3
+    if algo.name == "preference":
+        return 3
     return 3 if algo.teacher_top_k is not None else COPIES[algo.divergence]
 
 

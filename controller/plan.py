@@ -62,6 +62,7 @@ class Plan:
 _WHEN = {
     "always": "throughout",
     "generate": "while generating",
+    "prepare": "before training, alone",
     "score": "while the teacher scores",
     "update": "while updating",
 }
@@ -108,20 +109,21 @@ def _roles(config: Config) -> tuple[str, ...]:
     """Who takes part besides actor and rollout. A student with an adapter is its own reference, the adapter
     off."""
     roles = ("teacher",) if config.algo.needs_teacher else ()
+    if config.algo.needs_reference and config.model.student.lora is None:
+        roles += ("reference",)
     if config.algo.name != "policy_gradient":
         return roles
-    policy = config.algo.policy
-    if policy.uses_reference and config.model.student.lora is None:
-        roles += ("reference",)
-    if policy.advantage == "gae":
+    if config.algo.policy.advantage == "gae":
         roles += ("critic",)
-    return (*roles, "process_reward") if policy.advantage == "prime" else roles
+    return (*roles, "process_reward") if config.algo.policy.advantage == "prime" else roles
 
 
 def _check_positions(config: Config) -> None:
     """Prompt and response together must fit the positions that each model was made for."""
     response = max(config.rollout.max_response_length, config.eval.max_response_length or 0)
     longest = config.data.max_prompt_length + response
+    if config.algo.name == "pretrain":
+        _check_row(config)
     for role, model in (("student", config.model.student), ("teacher", config.model.teacher)):
         found = read_config(model.path) if model is not None else None
         positions = (found or {}).get("max_position_embeddings") or (found or {}).get("n_positions")
@@ -133,7 +135,18 @@ def _check_positions(config: Config) -> None:
             )
 
 
+def _check_row(config: Config) -> None:
+    found = read_config(config.model.student.path) or {}
+    positions = found.get("max_position_embeddings") or found.get("n_positions")
+    if positions is not None and config.data.row_tokens > positions:
+        raise ConfigError(
+            f"data.row_tokens={config.data.row_tokens}: a document may be as long as a row, but "
+            f"model.student has {positions} positions. Lower data.row_tokens to that."
+        )
+
+
 _REMEDY = {
+    "document mask": ": lower data.row_tokens or trainer.micro_batch_tokens",
     "activations": ": lower trainer.micro_batch_tokens, or set model.student.gradient_checkpointing=true",
     "KV cache": ": lower rollout.max_batch_rows or rollout.max_response_length",
     "logits chunk": ": lower algo.loss_chunk_tokens",

@@ -28,6 +28,10 @@ class Pool(Protocol):
         """Make a worker of `role` in every host."""
         ...
 
+    def drop(self, role: str) -> None:
+        """Let go of the workers of `role` and their memory."""
+        ...
+
     def call(
         self, host: int, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -53,6 +57,10 @@ class LocalPool:
     def build(self, role: str, worker: Callable[..., Any], *args: Any) -> None:
         for host in self.hosts:
             host.build(role, worker, args, {})
+
+    def drop(self, role: str) -> None:
+        for host in self.hosts:
+            host.drop(role)
 
     def call(
         self, host: int, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -119,6 +127,9 @@ class RayPool:
 
     def build(self, role: str, worker: Callable[..., Any], *args: Any) -> None:
         self.wait([host.build.remote(role, worker, args, {}) for host in self.hosts], f"{role} to be built")
+
+    def drop(self, role: str) -> None:
+        self.wait([host.drop.remote(role) for host in self.hosts], f"{role} to be let go")
 
     def call(
         self, host: int, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -19,6 +19,7 @@ MAY_DIFFER = (
     "hardware",
     "extra",
     "plan_only",
+    "algo.cache_dir",
     "placement.kind",
     "placement.memory_gib",
     "placement.num_cpus",

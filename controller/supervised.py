@@ -1,13 +1,15 @@
-"""The page for what has no rollout: supervised fine-tuning on the dataset's responses.
+"""The page for what has no rollout: fine-tuning, preferences, pre-training, offline KD.
 
-prompts → their dataset responses → batch (pack) → update (workers.actor) → record
+prompts → their dataset responses (or texts) → batch with what to learn from (supervised_signals)
+→ update (workers.actor) → record
 The rollout engine is there for the held-out evaluation only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from miniverl.config import Config
 from miniverl.controller.evaluate import Evaluator
@@ -17,8 +19,8 @@ from miniverl.controller.scoring import sample_rows
 from miniverl.controller.summary import describe_rollouts
 from miniverl.controller.sync import sync
 from miniverl.data.prompts import Data
-from miniverl.data.responses import dataset_rollout
-from miniverl.pack import pack
+from miniverl.data.responses import dataset_rollouts
+from miniverl.types import Batch, Prompt, Rollout
 from miniverl.workers.actor import Actor
 from miniverl.workers.rollout.base import Sampling
 
@@ -26,9 +28,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class Lesson(Protocol):
+    def __call__(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> tuple[Batch, dict[str, float]]:
+        """The batch of the prompts' dataset responses with its targets, and numbers about them."""
+        ...
+
+
 @dataclass
 class Supervised:
-    """Next-token loss on dataset responses."""
+    """Learning from dataset responses, whatever it is that is learned from them."""
 
     config: Config
     data: Data
@@ -36,6 +46,7 @@ class Supervised:
     sampling: Sampling
     actor: WorkerGroup
     rollout: WorkerGroup
+    lesson: Lesson
     evaluate: Evaluator
     record: Record
 
@@ -48,12 +59,16 @@ class Supervised:
         with timed("step"):
             prompts = self.data.train.take(c.trainer.prompts_per_step)
             rollouts = [
-                dataset_rollout(p, 0, self.record.step, self.sampling.max_new_tokens) for p in prompts
+                rollout
+                for prompt in prompts
+                for rollout in dataset_rollouts(prompt, self.record.step, self.sampling.max_new_tokens)
             ]
+            with timed("score"):
+                batch, facts = self.lesson(prompts, rollouts)
             with timed("update_actor"):
-                metrics = self.actor.reduce(Actor.update, pack(rollouts))
+                metrics = self.actor.reduce(Actor.update, batch)
             sync(self.actor, self.rollout, self.record.step + 1)
         self.record.finish_step(
-            {**metrics, **describe_rollouts(rollouts, self.sampling)},
+            {**metrics, **facts, **describe_rollouts(rollouts, self.sampling)},
             sample_rows(prompts, rollouts, self.tokenizer, c.trainer.samples_per_step),
         )

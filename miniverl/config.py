@@ -13,6 +13,8 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from miniverl.config_algo import AlgoConfig
+from miniverl.config_data import AdditionConfig as AdditionConfig
+from miniverl.config_data import DataConfig
 from miniverl.config_policy import check_policy
 from miniverl.errors import ConfigError
 from miniverl.errors import RunError as RunError
@@ -64,52 +66,6 @@ class ModelsConfig:
     template and stop check (never the token → id map)."""
     requires_cuda: bool = False
     """These models are too heavy for a CPU: refuse a machine without a CUDA GPU before anything loads."""
-
-
-@dataclass(frozen=True, config=_strict)
-class AdditionConfig:
-    """The embedded task: column addition with written-out working, generated procedurally."""
-
-    digits: tuple[PositiveInt, PositiveInt] = (2, 3)
-    """Fewest and most digits of an operand (drawn per operand, at most 9)."""
-    forget_carry: float = 0.0
-    """Share of the demonstrations that drop every carry (for making a student that errs)."""
-    distinct: PositiveInt | None = None
-    """Train on this many different problems, again and again; None = a fresh one each time."""
-    held_out: Literal["test", "validation"] = "test"
-    """Which tenth of the problems accuracy is measured on: choose settings on `validation`, report on
-    `test`."""
-    test_size: PositiveInt = 500
-    """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
-
-
-@dataclass(frozen=True, config=_strict)
-class DataConfig:
-    source: Literal["addition", "files"] = "addition"
-    addition: AdditionConfig = field(default_factory=AdditionConfig)
-    train_files: tuple[str, ...] = ()
-    """Parquet or JSONL: files, directories or globs, expanded in sorted order (source=files)."""
-    eval_files: tuple[str, ...] = ()
-    prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of {role, content} messages."""
-    response_key: str | None = None
-    """Column with a reference response (needed by SFT and by algo.lam < 1)."""
-    answer_key: str | None = None
-    """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
-    (`reward_model.ground_truth`)."""
-    tools_key: str | None = None
-    """Column with tool schemas for the chat template."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Passed to the template in every rendering, e.g. {enable_thinking: false}."""
-    max_prompt_length: PositiveInt = 512
-    """Tokens, measured after templating."""
-    overlong_prompts: Literal["error", "left", "right", "middle", "filter"] = "error"
-    """`left` drops tokens from the left (keeps the last ones), `filter` drops the row and reports how
-    many."""
-    malformed_rows: Literal["error", "quarantine"] = "error"
-    """`quarantine` lists the bad rows in RUN_DIR/quarantine.jsonl and goes on without them."""
-    shuffle: bool = True
-    """Each epoch in an order that is a function of (trainer.seed, epoch)."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -272,7 +228,7 @@ def _ranges(c: Config) -> None:
 
 
 def _temperature(c: Config) -> None:
-    if c.algo.name != "sft" and c.rollout.temperature <= 0:
+    if c.algo.tempered and c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature={c.rollout.temperature}: training responses are sampled and both sides of "
             "the loss are divided by it, so it must be above 0 (1.0 is usual). Greedy is for "
@@ -283,7 +239,7 @@ def _temperature(c: Config) -> None:
 
 def _on_policy(c: Config) -> None:
     filtered = c.rollout.top_k != 0 or c.rollout.top_p != 1.0
-    if c.algo.name != "sft" and c.algo.strict_on_policy and filtered:
+    if not c.algo.supervised and c.algo.strict_on_policy and filtered:
         raise ConfigError(
             f"rollout.top_k={c.rollout.top_k}, rollout.top_p={c.rollout.top_p}: responses would come from a "
             "filtered distribution while the loss takes the full one. Use top_k=0 and top_p=1, or accept it "
@@ -293,10 +249,13 @@ def _on_policy(c: Config) -> None:
 
 def _roles(c: Config) -> None:
     if c.algo.needs_teacher and c.model.teacher is None:
-        key = "algo.name=gkd" if c.algo.name == "gkd" else (
+        key = f"algo.name={c.algo.name}" if c.algo.name != "policy_gradient" else (
             f"algo.policy.teacher_coef={c.algo.policy.teacher_coef:g}")
         raise ConfigError(f"{key} needs a teacher: set model.teacher.path, or choose a model group "
                           "with one (model=demo). algo.name=sft trains without a teacher.")
+    if c.algo.name == "kd" and c.algo.teacher_top_k is None:
+        raise ConfigError("algo.name=kd keeps the teacher's targets on disk, where full distributions "
+                          "would not fit: set algo.teacher_top_k (algo=kd sets 32).")
     for role, m in (("student", c.model.student), ("teacher", c.model.teacher)):
         if m is None:
             continue
@@ -335,9 +294,8 @@ def _data(c: Config) -> None:
     if c.data.source == "files":
         if not c.data.train_files:
             raise ConfigError("data.source=files needs data.train_files=[…] (parquet or jsonl).")
-        needs_response = c.algo.name == "sft" or c.algo.lam < 1
-        if needs_response and c.data.response_key is None:
-            why = "algo.name=sft" if c.algo.name == "sft" else f"algo.lam={c.algo.lam}"
+        if c.algo.rows in ("responses", "labels") and c.data.response_key is None:
+            why = f"algo.name={c.algo.name}" if c.algo.supervised else f"algo.lam={c.algo.lam}"
             raise ConfigError(f"{why} trains on the dataset's responses: name their column with "
                               "data.response_key=….")
         if c.data.eval_files and c.data.answer_key is None:
@@ -357,9 +315,41 @@ def _sizes(c: Config) -> None:
             f"data.max_prompt_length + rollout.max_response_length = {longest} tokens; raise it to at least "
             f"{longest}."
         )
-    if c.algo.name == "sft" and c.rollout.n != 1:
-        raise ConfigError(f"algo.name=sft trains on the dataset's one response per prompt ({rows} sequences "
-                          f"asked for): use rollout.n=1, not {c.rollout.n}.")
+    if c.algo.supervised and c.rollout.n != 1:
+        raise ConfigError(f"algo.name={c.algo.name} trains on the dataset's own responses, one row per "
+                          f"prompt ({rows} asked for): use rollout.n=1, not {c.rollout.n}.")
+
+
+def _preference(c: Config) -> None:
+    p = c.algo.preference
+    if c.algo.name != "preference":
+        return
+    _in_range("algo.preference.label_smoothing", p.label_smoothing, 0, 0.499999, "0.5 would say nothing.")
+    for key, value, losses in (
+        ("label_smoothing", p.label_smoothing, ("dpo",)),
+        ("margin", p.margin, ("simpo",)),
+        ("length_normalised", p.length_normalised, ("dpo", "ipo", "kto")),
+    ):
+        if value and p.loss not in losses:
+            raise ConfigError(f"algo.preference.{key}={value} has no part in algo.preference.loss={p.loss}, "
+                              f"only in {', '.join(losses)}: leave it at its default.")
+    if p.loss == "kto" and c.trainer.prompts_per_step < 2:
+        raise ConfigError("trainer.prompts_per_step=1: algo.preference.loss=kto estimates its KL term from "
+                          "the responses of a step's other prompts; use 2 or more (16 for a steady one).")
+    longest = c.data.max_prompt_length + c.rollout.max_response_length
+    if p.loss != "kto" and c.trainer.micro_batch_tokens < 2 * longest:
+        raise ConfigError(f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens} cannot hold one pair "
+                          f"of 2 × (data.max_prompt_length + rollout.max_response_length) = {2 * longest} "
+                          f"tokens; raise it to at least {2 * longest}.")
+
+
+def _pretrain(c: Config) -> None:
+    if c.algo.name != "pretrain":
+        return
+    _in_range("data.row_tokens", c.data.row_tokens, 2, 2**31, "A row of one token has nothing to predict.")
+    if c.trainer.micro_batch_tokens < c.data.row_tokens:
+        raise ConfigError(f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens} cannot hold one row of "
+                          f"data.row_tokens={c.data.row_tokens}; raise it to at least that.")
 
 
 def _device(c: Config) -> None:
@@ -368,4 +358,5 @@ def _device(c: Config) -> None:
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, check_policy, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, check_policy,
+          _preference, _pretrain, _device)

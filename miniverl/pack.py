@@ -5,7 +5,7 @@ Cutting never changes a gradient: every piece keeps the global batch's denominat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +33,16 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
+def pack_together(rollouts: Sequence[Rollout]) -> Batch:
+    """`pack`, with the rollouts of one prompt occurrence as a unit that is never parted."""
+    return replace(pack(rollouts), units=_numbered([r.uid for r in rollouts]))
+
+
+def pack_rows(rollouts: Sequence[Rollout]) -> Batch:
+    """`pack_together`, with each unit in one row of the forward pass."""
+    return replace(pack_together(rollouts), packed=True)
+
+
 def mini_batches(batch: Batch, count: int) -> list[Batch]:
     """`count` global batches of their own, of like many sequences, in order: one optimizer step each."""
     if count == 1:
@@ -50,22 +60,35 @@ def mini_batches(batch: Batch, count: int) -> list[Batch]:
 
 def micro_batches(batch: Batch, budget_tokens: int) -> list[Batch]:
     """Pieces whose *padded* size stays within the budget, longest first; sequences of like length lie
-    together.
+    together, and those of a unit stay together.
 
-    A single sequence above the budget is refused: it would not fit the memory that the plan promised.
+    A single unit above the budget is refused: it would not fit the memory that the plan promised.
     """
     lengths = batch.lengths_N.tolist()
-    longest = max(lengths, default=0)
-    if longest > budget_tokens:
-        raise ValueError(f"a sequence of {longest} tokens exceeds trainer.micro_batch_tokens={budget_tokens}")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    across = sum if batch.packed else max
+    units = [(unit, across(lengths[i] for i in unit)) for unit in _units(batch)]
     pieces: list[list[int]] = []
-    for i in order:
-        if pieces and (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= budget_tokens:
-            pieces[-1].append(i)
+    rows, width = 0, 0
+    for unit, longest in sorted(units, key=lambda item: (-item[1], item[0])):
+        own = 1 if batch.packed else len(unit)
+        if own * longest > budget_tokens:
+            what = "a row" if batch.packed else f"{own} sequences that stay together, one"
+            what = "a sequence" if len(unit) == 1 else what
+            raise ValueError(f"{what} of {longest} tokens exceeds trainer.micro_batch_tokens={budget_tokens}")
+        if pieces and (rows + own) * width <= budget_tokens:
+            pieces[-1] += unit
+            rows += own
         else:
-            pieces.append([i])
+            pieces.append(list(unit))
+            rows, width = own, longest
     return [batch.select(piece) for piece in pieces]
+
+
+def shares(batch: Batch, workers: int) -> list[list[int]]:
+    """Which sequences go to which worker, by `balance` over units; shares without any are left out."""
+    lengths, units = batch.lengths_N.tolist(), _units(batch)
+    chosen = balance([sum(lengths[i] for i in unit) for unit in units], workers)
+    return [sorted(i for u in share for i in units[u]) for share in chosen if share]
 
 
 def balance(lengths: Sequence[int], workers: int) -> list[list[int]]:
@@ -80,3 +103,19 @@ def balance(lengths: Sequence[int], workers: int) -> list[list[int]]:
         shares[emptiest].append(i)
         loads[emptiest] += lengths[i]
     return [sorted(share) for share in shares]
+
+
+def _units(batch: Batch) -> list[list[int]]:
+    """Indices of the sequences of each unit, in the order of the units' first sequences."""
+    if batch.units is None:
+        return [[i] for i in range(len(batch))]
+    members: dict[int, list[int]] = {}
+    for i, unit in enumerate(batch.units):
+        members.setdefault(unit, []).append(i)
+    return list(members.values())
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    """Equal keys get equal numbers, counting from 0 in order of appearance."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)

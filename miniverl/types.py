@@ -38,6 +38,13 @@ class Prompt:
     """The dataset's own response, stop id included: what SFT trains on, and the share 1 - λ of GKD."""
     reference_mask: tuple[int, ...] | None = None
     """Which tokens of `reference_ids` are trained; None = all of them."""
+    rejected_ids: tuple[int, ...] | None = None
+    """Preference pairs: the response that `reference_ids` is preferred to."""
+    rejected_mask: tuple[int, ...] | None = None
+    desirable: bool | None = None
+    """Labelled responses: the verdict on `reference_ids`."""
+    documents: tuple[tuple[int, ...], ...] = ()
+    """Pre-training: the token ids of raw texts that share a row; `token_ids` is empty then."""
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -169,7 +176,29 @@ class OutcomeTargets:
         return OutcomeTargets(self.ref_log_probs_M[index], self.outcomes_M[index])
 
 
-Targets = TopKTargets | HiddenTargets | PolicyTargets | ValueTargets | OutcomeTargets
+@dataclass(frozen=True, slots=True, eq=False)
+class PreferenceTargets:
+    """What a preference loss needs of each trained token: the verdict on its response, and the reference."""
+
+    preferred_M: torch.Tensor
+    """bool: the token belongs to a chosen (or desirable) response."""
+    ref_log_probs_M: torch.Tensor | None = None
+    """Of the reference, at temperature 1; None where the loss has none."""
+    kl: float = 0.0
+    """KTO's z₀, one number of the global batch."""
+
+    def rows(self, index: torch.Tensor) -> PreferenceTargets:
+        ref_M = self.ref_log_probs_M
+        return replace(
+            self,
+            preferred_M=self.preferred_M[index],
+            ref_log_probs_M=None if ref_M is None else ref_M[index],
+        )
+
+
+Targets = (
+    TopKTargets | HiddenTargets | PolicyTargets | ValueTargets | OutcomeTargets | PreferenceTargets
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +232,12 @@ class Batch:
     trained_sequences: int
     """Sequences of the global batch with at least one trained token; kept likewise."""
     targets: Targets | None = None
+    units: tuple[int, ...] | None = None
+    """For each sequence the number of the unit that it belongs to: a preference pair is one. No shard or
+    micro-batch parts the sequences of a unit. None = each sequence is a unit of its own."""
+    packed: bool = False
+    """The sequences of a unit are laid end to end in one row, each attending to itself alone; otherwise every
+    sequence has a row."""
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -231,4 +266,5 @@ class Batch:
             mask_S=self.mask_S[pick],
             rows=tuple(self.rows[i] for i in index),
             targets=targets,
+            units=None if self.units is None else tuple(self.units[i] for i in index),
         )

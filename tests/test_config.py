@@ -339,7 +339,9 @@ def test_every_experiment_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", options("algo"))
 def test_every_algorithm_composes_with_the_demo(name: str) -> None:
-    more = {"gkd": ["model=demo"], "sft": ["rollout.n=1"]}.get(name, [])
+    supervised = name in ("sft", "kd", "pretrain", "dpo", "ipo", "simpo", "orpo", "kto")
+    more = ["rollout.n=1"] if supervised else []
+    more += ["model=demo"] if name in ("gkd", "kd") else []
     config = compose(["+experiment=grpo_demo", f"algo={name}", *more])
     source = (CONF / "algo" / f"{name}.yaml").read_text(encoding="utf-8")
     assert f"name: {config.algo.name}\n" in source

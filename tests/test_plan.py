@@ -21,7 +21,7 @@ from miniverl.config import (
     PlacementConfig,
     RolloutConfig,
 )
-from miniverl.controller.memory_estimate import Shape
+from miniverl.controller.memory_estimate import Line, Shape, total
 from miniverl.controller.plan import GIB, make_plan
 from miniverl.main import compose
 from miniverl.models.locate import read_config
@@ -101,6 +101,32 @@ def test_a_checkpointed_plan_takes_less() -> None:
     assert make_plan(saving).estimate < 0.8 * make_plan(base).estimate
 
 
+def test_an_offline_teacher_and_the_student_are_never_there_together() -> None:
+    online = make_plan(compose(["+experiment=gkd_4080", "algo=gkd", "algo.teacher_top_k=32"]))
+    offline = make_plan(compose(["+experiment=gkd_4080", "algo=kd", "rollout.n=1"]))
+    phases = {line.what: line.when for line in offline.lines if line.what.startswith("teacher")}
+    assert set(phases.values()) == {"prepare"}
+    teacher = sum(line.size for line in offline.lines if line.when == "prepare")
+    student = total([line for line in offline.lines if line.when != "prepare"])
+    assert offline.estimate == max(teacher, student) < online.estimate
+    heavy = replace(offline, lines=(*offline.lines, Line("teacher weights", 10 * student, "prepare")))
+    assert heavy.estimate == teacher + 10 * student
+
+
+def test_a_preference_plan_holds_a_reference_where_the_loss_has_one() -> None:
+    def roles(*more: str) -> tuple[str, ...]:
+        return make_plan(compose(["+experiment=gkd_demo", *more])).roles
+
+    assert roles("algo=dpo") == roles("algo=kto") == ("actor", "rollout", "reference")
+    assert roles("algo=simpo") == roles("algo=orpo") == ("actor", "rollout")
+    assert roles("algo=dpo", "model.student.lora.rank=4") == ("actor", "rollout")
+
+
+def test_a_row_longer_than_the_models_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.row_tokens=4096.*2048 positions"):
+        make_plan(compose(["+experiment=gkd_demo", "algo=pretrain", "data.row_tokens=4096"]))
+
+
 VOCABULARY = 50_304
 
 
@@ -129,6 +155,11 @@ def large_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.param(["trainer.micro_batch_tokens=512", "algo.loss_chunk_tokens=256"], id="full"),
     pytest.param(["trainer.micro_batch_tokens=1024", "algo.loss_chunk_tokens=128",
                   "model.student.lora.rank=8"], id="adapter"),
+    pytest.param(["algo=dpo", "data.addition.digits=[1,3]", "trainer.micro_batch_tokens=1024",
+                  "algo.loss_chunk_tokens=128"], id="dpo"),
+    pytest.param(["algo=pretrain", "data.row_tokens=512", "trainer.micro_batch_tokens=1024",
+                  "algo.loss_chunk_tokens=128"], id="pretrain"),
+    pytest.param(["algo=kd", "trainer.micro_batch_tokens=512", "algo.loss_chunk_tokens=128"], id="kd"),
 ])
 def test_estimate_is_within_15_percent_of_the_measured_peak(large_pair: Path, tmp_path: Path,
                                                             overrides: list[str]) -> None:
@@ -137,7 +168,7 @@ def test_estimate_is_within_15_percent_of_the_measured_peak(large_pair: Path, tm
          f"model.student.path={large_pair / 'student'}", f"model.teacher.path={large_pair / 'teacher'}",
          "trainer.steps=2", "trainer.prompts_per_step=16", "rollout.ignore_eos=true", "eval.size=1",
          "eval.every=0", "rollout.max_response_length=48", "trainer.export=false", "trainer.report=false",
-         "trainer.sinks=[jsonl]", *overrides],
+         "trainer.sinks=[jsonl]", f"algo.cache_dir={tmp_path / 'targets'}", *overrides],
         cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "result.json").read_text())["memory"]

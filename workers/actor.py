@@ -20,17 +20,21 @@ from miniverl.metrics import Mean, Metric, merge
 from miniverl.models.digest import module_digest
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
+from miniverl.models.packed import check_packable
 from miniverl.pack import micro_batches
-from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, TopKTargets
+from miniverl.types import Batch, Head, HiddenTargets, PolicyTargets, PreferenceTargets, TopKTargets
 from miniverl.workers.log_probs import trained_log_probs
 from miniverl.workers.optimizer import Optimizer
 from miniverl.workers.optimizer_state import os_errors
 from miniverl.workers.policy import policy_loss
+from miniverl.workers.preference import preference_loss
 from miniverl.workers.transfer import storage_identity
 
 LOSS_NAMES = {
     "gkd": "actor/distillation_loss",
+    "kd": "actor/distillation_loss",
     "sft": "actor/nll_loss",
+    "pretrain": "actor/nll_loss",
     "policy_gradient": "actor/pg_loss",
 }
 
@@ -45,6 +49,8 @@ class Actor:
             device=torch.device(device),
             seed=config.trainer.seed,
         )
+        if config.algo.name == "pretrain":
+            check_packable("student", config.model.student.path, self.model, config.data.row_tokens)
         self.trained = {name: p for name, p in self.model.causal_lm.named_parameters() if p.requires_grad}
         self.optimizer = Optimizer(
             "actor", self.trained, config.optim, config.optim.lr, optimizer_steps(config)
@@ -77,8 +83,8 @@ class Actor:
     def backward(self, batch: Batch) -> dict[str, Metric]:
         """Gradients of the batch's loss into `.grad`; the loss and its parts as metrics."""
         self.model.causal_lm.train()
-        if isinstance(batch.targets, PolicyTargets):
-            metrics = self._policy_backward(batch)
+        if isinstance(batch.targets, PolicyTargets | PreferenceTargets):
+            metrics = self._sequence_backward(batch)
             self.model.causal_lm.eval()
             return metrics
         sums: dict[str, float] = {}
@@ -98,11 +104,15 @@ class Actor:
         tokens = int(batch.mask_S.sum())
         return {name: Mean(value, tokens) for name, value in sums.items()}
 
-    def _policy_backward(self, batch: Batch) -> dict[str, Metric]:
-        """The same for a policy-gradient loss, whose token losses may hang on their whole sequence."""
+    def _sequence_backward(self, batch: Batch) -> dict[str, Metric]:
+        """The same for a policy-gradient or preference loss, which may hang on whole sequences."""
         parts: list[dict[str, Metric]] = []
         for piece in micro_batches(batch, self.config.trainer.micro_batch_tokens):
-            loss, metrics = policy_loss(self.model, piece, self.config, self.kl_coef)
+            loss, metrics = (
+                policy_loss(self.model, piece, self.config, self.kl_coef)
+                if isinstance(batch.targets, PolicyTargets)
+                else preference_loss(self.model, piece, self.config)
+            )
             loss.backward()
             parts.append(metrics)
         return merge(parts)
@@ -155,10 +165,10 @@ class Actor:
 
     @property
     def _temperature(self) -> float:
-        return 1.0 if self.config.algo.name == "sft" else self.config.rollout.temperature
+        return self.config.rollout.temperature if self.config.algo.tempered else 1.0
 
     def _objective(self, batch: Batch) -> Objective:
-        if self.config.algo.name == "sft":
+        if self.config.algo.name in ("sft", "pretrain"):
             return NegativeLogLikelihood(trained_token_ids(batch))
         divergence = _divergence(self.config.algo)
         if isinstance(batch.targets, TopKTargets):

@@ -40,6 +40,12 @@ class Host:
         self.memory = self.memory or PeakMemory(self.device)
         self.workers[role] = worker(*self._resolved(args), **kwargs)
 
+    def drop(self, role: str) -> None:
+        """Let go of a worker that is not needed any more, and of its memory."""
+        del self.workers[role]
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.memory is not None:
             self.memory.before(f"{role}.{method}")

@@ -118,6 +118,24 @@ def demonstration(problem: Problem, forget_carry: bool) -> str:
     return f"<think>{';'.join(columns)}</think>{result}"
 
 
+def mistaken(problem: Problem) -> str:
+    """A demonstration with a wrong answer: carries forgotten or, where there are none, the second operand
+    read as one more than it is.
+
+    >>> mistaken(Problem(436, 9)), mistaken(Problem(12, 3))
+    ('<think>6+9+0=15;3+0+0=3;4+0+0=4</think>435', '<think>2+4+0=6;1+0+0=1</think>16')
+    """
+    forgotten = demonstration(problem, forget_carry=True)
+    if forgotten != demonstration(problem, forget_carry=False):
+        return forgotten
+    return demonstration(Problem(problem.a, problem.b + 1), forget_carry=False)
+
+
+def is_labelled_bad(problem: Problem) -> bool:
+    """Whether the labelled response of a problem is a mistaken one: for about half of them."""
+    return int(sha256(f"label/{problem.a}+{problem.b}".encode()).hexdigest(), 16) % 2 == 1
+
+
 def forgets_carry(seed: int, index: int, share: float) -> bool:
     """Whether demonstration number `index` drops its carries: true for about `share` of them."""
     return random.Random(f"{seed}/forget/{index}").random() < share

@@ -6,8 +6,7 @@ Rows keep the order of the files. In what order they are trained is `miniverl.da
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from glob import glob, has_magic
@@ -18,8 +17,9 @@ import pyarrow
 import pyarrow.parquet
 
 from miniverl.config import ConfigError, DataConfig
-from miniverl.data.messages import MalformedRow, content_text, to_messages
-from miniverl.data.template import render_prompt, render_response
+from miniverl.config_supervised import Rows
+from miniverl.data.messages import MalformedRow
+from miniverl.data.rows import Row, Wanted, absent, needed_keys, to_prompt
 from miniverl.types import Prompt
 
 if TYPE_CHECKING:
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 Overlong = Literal["error", "left", "right", "middle", "filter"]
 SUFFIXES = (".parquet", ".jsonl")
 _NAMED = 10  # bad rows spelt out in one message
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row as read. `problem` says why it could not even be read (then it has no values)."""
-
-    file: str
-    index: int
-    """Counts from 0 within the file: a row of parquet, a line of JSONL (blank ones are counted)."""
-    values: Mapping[str, object]
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +70,6 @@ def read_rows(file: Path) -> Iterator[Row]:
     return _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
 
 
-def lookup(values: Mapping[str, object], key: str) -> object:
-    """The column `key`, or, if none has that name, what its dots reach in structs. KeyError if nothing."""
-    if key in values:
-        return values[key]
-    here: object = values
-    for step in key.split("."):
-        if not isinstance(here, Mapping) or step not in here:
-            raise KeyError(key)
-        here = here[step]
-    return here
-
-
 def fit_length(token_ids: tuple[int, ...], limit: int, mode: Overlong) -> tuple[int, ...] | None:
     """At most `limit` ids, or None where the mode leaves the prompt out.
 
@@ -114,9 +91,10 @@ def fit_length(token_ids: tuple[int, ...], limit: int, mode: Overlong) -> tuple[
 
 
 def load(key: str, part: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
-         stop_ids: Sequence[int]) -> Loaded:
+         stop_ids: Sequence[int], rows: Rows = "prompts") -> Loaded:
     """All prompts of `key` (data.train_files or data.eval_files), tokenized and within the length limit.
 
+    rows: what a training row holds besides its prompt; held-out rows hold an answer.
     Raises ConfigError for overlong prompts under `overlong_prompts=error`, for a column that a file does not
     have, and if no prompt is left. Malformed rows are returned, not raised: the caller knows the policy.
     """
@@ -124,12 +102,13 @@ def load(key: str, part: str, data: DataConfig, tokenizer: PreTrainedTokenizerBa
     bad: list[BadRow] = []
     overlong: list[str] = []
     count = 0
+    wanted: Wanted = rows if part == "train" else "answers"
     for file in expand(key, data.train_files if part == "train" else data.eval_files):
-        rows = list(read_rows(file))
-        _check_columns(file, rows, part, data)
-        for row in rows:
+        found = list(read_rows(file))
+        _check_columns(file, found, wanted, data)
+        for row in found:
             try:
-                prompt = _to_prompt(row, f"{part}/{count}", part, data, tokenizer, stop_ids)
+                prompt = to_prompt(row, f"{part}/{count}", wanted, data, tokenizer, stop_ids)
             except MalformedRow as e:
                 bad.append(BadRow(row.file, row.index, str(e)))
             else:
@@ -220,79 +199,15 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
                 yield Row(str(file), i, {}, f"it is a JSON {type(values).__name__}, not an object")
 
 
-def _needed_keys(part: str, data: DataConfig) -> dict[str, str]:
-    """Setting → column, for the columns that files of this part must have."""
-    keys = {"data.prompt_key": data.prompt_key}
-    if part == "train" and data.response_key is not None:
-        keys["data.response_key"] = data.response_key
-    if part != "train" and data.answer_key is not None:
-        keys["data.answer_key"] = data.answer_key
-    if data.tools_key is not None:
-        keys["data.tools_key"] = data.tools_key
-    return keys
-
-
-def _check_columns(file: Path, rows: list[Row], part: str, data: DataConfig) -> None:
+def _check_columns(file: Path, rows: list[Row], wanted: Wanted, data: DataConfig) -> None:
     """A column that no row has is a wrong setting, not as many malformed rows."""
     readable = [row for row in rows if row.problem is None]
     columns = sorted({column for row in readable for column in row.values})
-    for setting, key in _needed_keys(part, data).items():
-        if readable and all(_absent(row.values, key) for row in readable):
+    for setting, key in needed_keys(wanted, data).items():
+        if readable and all(absent(row.values, key) for row in readable):
             near = get_close_matches(key, columns, 1)
             raise ConfigError(f"{setting}={key}: {file} has no such column. It has {', '.join(columns)}."
                               + (f" Did you mean {near[0]}?" if near else ""))
-
-
-def _absent(values: Mapping[str, object], key: str) -> bool:
-    try:
-        lookup(values, key)
-    except KeyError:
-        return True
-    return False
-
-
-def _cell(row: Row, key: str | None) -> object:
-    return None if key is None or _absent(row.values, key) else lookup(row.values, key)
-
-
-def _to_prompt(row: Row, uid: str, part: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
-               stop_ids: Sequence[int]) -> Prompt:
-    if row.problem is not None:
-        raise MalformedRow(row.problem)
-    prompt, tools = _cell(row, data.prompt_key), _cell(row, data.tools_key)
-    with _in_column(data.prompt_key):
-        token_ids = render_prompt(tokenizer, prompt, tools, data.chat_template_kwargs)
-        messages = to_messages(prompt)
-    text = content_text(messages[0])
-    if len(messages) > 1:
-        text = "\n".join(f"{m['role']}: {content_text(m)}" for m in messages)
-    answer, reference_ids, reference_mask = None, None, None
-    if data.answer_key is not None:
-        with _in_column(data.answer_key):
-            answer = _answer(_cell(row, data.answer_key), required=part != "train")
-    if part == "train" and data.response_key is not None:
-        with _in_column(data.response_key):
-            reference_ids, reference_mask = render_response(
-                tokenizer, prompt, _cell(row, data.response_key), stop_ids, tools, data.chat_template_kwargs)
-    return Prompt(uid, token_ids, text, answer, reference_ids, reference_mask)
-
-
-@contextmanager
-def _in_column(key: str) -> Iterator[None]:
-    try:
-        yield
-    except MalformedRow as e:
-        raise MalformedRow(f"column {key}: {e}") from e
-
-
-def _answer(value: object, required: bool) -> str | None:
-    if value is None and not required:
-        return None
-    if value is None:
-        raise MalformedRow("it is empty (null)")
-    if not isinstance(value, (str, int, float)):
-        raise MalformedRow(f"it is of type {type(value).__name__}, not a string or a number")
-    return str(value)
 
 
 def _overlong_note(overlong: int, count: int, key: str, data: DataConfig) -> tuple[str, ...]:

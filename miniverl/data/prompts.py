@@ -6,7 +6,7 @@ What a prompt looks like is decided in `addition`, `files` and `template`; this 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -17,6 +17,7 @@ import numpy as np
 
 from miniverl.config import AdditionConfig, Config, ConfigError
 from miniverl.data import addition, files
+from miniverl.data.packing import pack_texts
 from miniverl.data.preflight import stop_ids as stop_ids_of
 from miniverl.data.template import render_prompt, render_response
 from miniverl.types import Prompt
@@ -35,6 +36,10 @@ class PromptSource(Protocol):
     """Changes whenever any position would give another prompt."""
 
     def at(self, position: int) -> Prompt: ...
+
+    def among(self, positions: int) -> Iterable[Prompt]:
+        """Each prompt that occurs at the first so many positions, in an order without chance where all do."""
+        ...
 
 
 class PromptStream:
@@ -63,6 +68,10 @@ class PromptStream:
             raise ValueError(f"position {position} of a prompt stream is negative")
         self._position = position
 
+    def among(self, positions: int) -> Iterable[Prompt]:
+        """Each prompt that occurs among the first so many, wherever the stream stands."""
+        return self._source.among(positions)
+
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
         prompts = [self._source.at(self._position + i) for i in range(n)]
@@ -85,7 +94,10 @@ class FilePrompts:
         self._prompts = tuple(prompts)
         count = len(self._prompts)
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(count, seed, epoch, shuffle))
-        identity = [[p.uid, p.token_ids, p.text, p.answer, p.reference_ids, p.reference_mask]
+        # What only some algorithms read is left out where there is none: checkpoints outlive new fields.
+        identity = [[p.uid, p.token_ids, p.text, p.answer, p.reference_ids, p.reference_mask,
+                     *(x for x in (p.rejected_ids, p.rejected_mask, p.desirable, p.documents or None)
+                       if x is not None)]
                     for p in self._prompts]
         self.fingerprint = _digest(["files/1", seed, shuffle, identity])
 
@@ -93,6 +105,11 @@ class FilePrompts:
         epoch, offset = divmod(position, len(self._prompts))
         prompt = self._prompts[self._order(epoch)[offset]]
         return replace(prompt, uid=f"{prompt.uid}#{epoch}")
+
+    def among(self, positions: int) -> Iterable[Prompt]:
+        if positions >= len(self._prompts):
+            return self._prompts
+        return (self.at(position) for position in range(positions))
 
 
 class AdditionPrompts:
@@ -103,12 +120,25 @@ class AdditionPrompts:
 
     def __init__(self, task: AdditionConfig, seed: int, renderer: AdditionRenderer) -> None:
         self._task, self._seed, self._renderer = task, seed, renderer
+        self._per_row = renderer.documents_per_row
         self._problems = None if task.distinct is None else addition.distinct(
             seed, "train", task.digits, task.distinct, "data.addition.distinct")
         self.fingerprint = _digest(["addition/1", seed, task.digits, task.forget_carry, task.distinct,
-                                    renderer.prompt("", addition.Problem(12, 9), forget=False).token_ids])
+                                    renderer.prompt("", addition.Problem(12, 9), forget=False).token_ids,
+                                    *renderer.marks])
 
     def at(self, position: int) -> Prompt:
+        if not self._per_row:
+            return self._one(position)
+        texts = [self._one(position * self._per_row + i) for i in range(self._per_row)]
+        documents = tuple(document for text in texts for document in text.documents)
+        return Prompt(f"train/row{position}#0", (), "", documents=documents)
+
+    def among(self, positions: int) -> Iterable[Prompt]:
+        different = positions if self._problems is None else len(self._problems)
+        return (self.at(position) for position in range(min(positions, different)))
+
+    def _one(self, position: int) -> Prompt:
         if self._problems is None:
             epoch, index = 0, position
             problem = addition.draw(self._seed, "train", index, self._task.digits)
@@ -127,14 +157,51 @@ class AdditionRenderer:
     stop_ids: tuple[int, ...]
     config: Config
 
+    @property
+    def marks(self) -> list[str]:
+        """What sets these prompts apart from those of the same problems for other algorithms."""
+        rows = self.config.algo.rows
+        return [] if rows in ("prompts", "responses") else [rows, str(self.documents_per_row)]
+
+    @property
+    def documents_per_row(self) -> int:
+        """How many of the longest texts fit a packed row; 0 where no texts are trained on.
+
+        Raises ConfigError if none fits.
+        """
+        if self.config.algo.rows != "texts":
+            return 0
+        data = self.config.data
+        longest = 10 ** data.addition.digits[1] - 1
+        (document,) = self.prompt("", addition.Problem(longest, longest), forget=False).documents
+        if len(document) > data.row_tokens:
+            raise ConfigError(f"data.row_tokens={data.row_tokens}: the longest text, {longest}+{longest}= "
+                              f"with its demonstration, has {len(document)} tokens; set it to that or more.")
+        return data.row_tokens // len(document)
+
     def prompt(self, uid: str, problem: addition.Problem, forget: bool) -> Prompt:
         text, kwargs = addition.prompt_text(problem), self.config.data.chat_template_kwargs
         token_ids = render_prompt(self.tokenizer, text, template_kwargs=kwargs)
-        if self.config.algo.name != "sft" and self.config.algo.lam == 1.0:
-            return Prompt(uid, token_ids, text, problem.answer)  # nobody reads a demonstration
-        demonstration = addition.demonstration(problem, forget)
-        ids, mask = render_response(self.tokenizer, text, demonstration, self.stop_ids, None, kwargs)
-        return Prompt(uid, token_ids, text, problem.answer, ids, mask)
+        prompt = Prompt(uid, token_ids, text, problem.answer)
+        rows = self.config.algo.rows
+        if rows == "prompts":
+            return prompt  # nobody reads a demonstration
+        ids, mask = self._response(text, addition.demonstration(problem, forget))
+        if rows == "texts":
+            return replace(prompt, documents=(token_ids + ids,))
+        if rows == "pairs":
+            bad, bad_mask = self._response(text, addition.mistaken(problem))
+            return replace(prompt, reference_ids=ids, reference_mask=mask, rejected_ids=bad,
+                           rejected_mask=bad_mask)
+        if rows == "labels" and addition.is_labelled_bad(problem):
+            bad, bad_mask = self._response(text, addition.mistaken(problem))
+            return replace(prompt, reference_ids=bad, reference_mask=bad_mask, desirable=False)
+        return replace(prompt, reference_ids=ids, reference_mask=mask,
+                       desirable=True if rows == "labels" else None)
+
+    def _response(self, text: str, response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return render_response(self.tokenizer, text, response, self.stop_ids, None,
+                               self.config.data.chat_template_kwargs)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -178,7 +245,7 @@ def _open_addition(config: Config, renderer: AdditionRenderer) -> Data:
 def _open_files(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int],
                 quarantine_path: Path | None) -> Data:
     data = config.data
-    train = files.load("data.train_files", "train", data, tokenizer, stop_ids)
+    train = files.load("data.train_files", "train", data, tokenizer, stop_ids, config.algo.rows)
     test = files.Loaded((), (), ())
     if data.eval_files:
         test = files.load("data.eval_files", "test", data, tokenizer, stop_ids)
@@ -195,7 +262,12 @@ def _open_files(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Se
     if shared := sum(p.token_ids in trained for p in held_out):
         notes.append(f"{shared} of {len(held_out)} held-out prompts also occur in data.train_files: accuracy "
                      "on them shows memory, not skill")
-    source = FilePrompts(train.prompts, config.trainer.seed, data.shuffle)
+    rows = train.prompts
+    if config.algo.rows == "texts":
+        rows = pack_texts(train.prompts, data.row_tokens)
+        notes.append(f"{len(train.prompts)} texts were packed into {len(rows)} rows of at most "
+                     f"{data.row_tokens} tokens")
+    source = FilePrompts(rows, config.trainer.seed, data.shuffle)
     return Data(PromptStream(source), held_out, tuple(notes))
 
 

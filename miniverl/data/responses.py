@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from miniverl.types import Prompt, Rollout
+
+
+def dataset_rollouts(prompt: Prompt, version: int, max_response_length: int) -> list[Rollout]:
+    """All that the dataset answers to a prompt: its response; a pair's preferred one, then the other; or the
+    documents of a row, each a continuation of its own first token."""
+    if prompt.documents:
+        return [_document(prompt, i, version) for i in range(len(prompt.documents))]
+    chosen = dataset_rollout(prompt, 0, version, max_response_length)
+    if prompt.rejected_ids is None:
+        return [chosen]
+    other = replace(prompt, reference_ids=prompt.rejected_ids, reference_mask=prompt.rejected_mask)
+    return [chosen, dataset_rollout(other, 1, version, max_response_length)]
 
 
 def dataset_rollout(prompt: Prompt, sample: int, version: int, max_response_length: int) -> Rollout:
@@ -32,3 +46,10 @@ def dataset_rollout(prompt: Prompt, sample: int, version: int, max_response_leng
         finish="stop",
         source="dataset",
     ).truncated(max_response_length)
+
+
+def _document(prompt: Prompt, sample: int, version: int) -> Rollout:
+    ids = prompt.documents[sample]
+    whole = replace(prompt, token_ids=ids[:1], reference_ids=ids[1:])
+    # What ends a document is part of it, or was cut off: `length` says that no stop id is to be left out.
+    return replace(dataset_rollout(whole, sample, version, len(ids)), finish="length")

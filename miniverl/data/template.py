@@ -94,6 +94,23 @@ def render_response(
     return tuple(ids), tuple(mask)
 
 
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, text: object, stop_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """The ids of a raw text: the BOS that the tokenizer itself would add, the text, an end-of-text id.
+
+    Raises MalformedRow for what is no string or leaves nothing to predict.
+    """
+    if text is None:
+        raise MalformedRow("it is empty (null)")
+    if not isinstance(text, str):
+        raise MalformedRow(f"it is of type {type(text).__name__}, not a string")
+    ids = (*_with_bos(tokenizer, _encode(tokenizer, text)), _end(tokenizer, stop_ids, "text"))
+    if not text:
+        raise MalformedRow("it is an empty text")
+    return ids
+
+
 def assistant_mask(
     tokenizer: PreTrainedTokenizerBase,
     messages: object,
@@ -163,21 +180,28 @@ def _plain_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tool
     if len(messages) != 1 or messages[0]["role"] != "user" or to_tools(tools):
         raise MalformedRow("the tokenizer has no chat template, so a prompt must be one string (or one user "
                            "message) without tools")
-    ids = _encode(tokenizer, content_text(messages[0]))
+    return _with_bos(tokenizer, _encode(tokenizer, content_text(messages[0])))
+
+
+def _with_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     own = list(tokenizer("")["input_ids"][:1])  # the BOS that the tokenizer puts before any text, if it does
     return [*own, *ids] if own == [tokenizer.bos_token_id] and ids[:1] != own else ids
+
+
+def _end(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], what: str) -> int:
+    """The id that ends a plain text."""
+    if not stop_ids:
+        raise MalformedRow(f"the tokenizer has no end-of-text token to end its {what} with; set "
+                           "rollout.stop_ids")
+    eos: Any = tokenizer.eos_token_id
+    return eos if eos in stop_ids else stop_ids[0]
 
 
 def _plain_response(tokenizer: PreTrainedTokenizerBase, answer: list[Message],
                     stop_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(answer) != 1:
         raise MalformedRow("the tokenizer has no chat template, so a response must be one string")
-    if not stop_ids:
-        raise MalformedRow("the tokenizer has no end-of-text token to end its response with; set "
-                           "rollout.stop_ids")
-    eos: Any = tokenizer.eos_token_id
-    end = eos if eos in stop_ids else stop_ids[0]
-    ids = (*_encode(tokenizer, content_text(answer[0])), end)
+    ids = (*_encode(tokenizer, content_text(answer[0])), _end(tokenizer, stop_ids, "response"))
     return ids, (1,) * len(ids)
 
 

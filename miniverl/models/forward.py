@@ -1,4 +1,4 @@
-"""Batch → hidden states. The only place that pads, so the only one that knows on which side.
+"""Batch → hidden states. The only place that pads, with `packed`, so the only one that knows on which side.
 
 Padding is on the right without an attention mask: in a causal model real tokens never look at it, and what
 is computed at padded places is thrown away.
@@ -11,12 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from miniverl.models.packed import hidden_of_rows, lay_rows
 from miniverl.types import Batch
 
 
 def hidden_before_trained(backbone: nn.Module, batch: Batch) -> Tensor:
     """Last hidden states `[M, H]` at the positions that predict the batch's trained tokens, in the batch's
     order."""
+    if batch.packed:
+        rows = lay_rows(batch)
+        hidden_XH = hidden_of_rows(backbone, rows)
+        return hidden_XH[rows.index_M.to(hidden_XH.device)]
     device = next(backbone.parameters()).device
     ids_NL, index_M = pad(batch)
     hidden_NLH = backbone(input_ids=ids_NL.to(device), use_cache=False).last_hidden_state

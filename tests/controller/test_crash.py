@@ -1,5 +1,6 @@
 """Interrupted and resumed runs end exactly where the straight one ends; what would not is refused."""
 
+import json
 import math
 import os
 import random
@@ -305,6 +306,62 @@ def test_supervised_run_resumes_exactly(home: Path, job: list[str]) -> None:
     assert saved_steps(home / "sft_killed") == [2, 4]
     finish(command, home)
     assert differing(left_behind(home / "sft"), left_behind(home / "sft_killed")) == []
+
+
+@pytest.mark.parametrize("algo", ["dpo", "kto"])
+def test_preference_run_resumes_exactly(home: Path, job: list[str], algo: str) -> None:
+    """The reference is the student that the run started from, not the one that it went on from."""
+    rows = [
+        {"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a), "r": str(a), "label": a % 2}
+        for a in range(10)
+    ]
+    file = home / "preferences.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # the last setting of a key wins
+    command = [*job, f"algo={algo}", "rollout.n=1", "algo.lam=1", f"data.train_files=[{file}]"]
+    command += ["data.response_key=r"]
+    finish([*command, f"trainer.run_dir={algo}"], home)
+    killed([*command, f"trainer.run_dir={algo}_killed"], home, at=".unfinished_000006/manifest.json")
+    finish([*command, f"trainer.run_dir={algo}_killed"], home)
+    assert differing(left_behind(home / algo), left_behind(home / f"{algo}_killed")) == []
+    losses = [row["actor/preference_loss"] for row in logged(home / algo) if "actor/lr" in row]
+    start = math.log(2) if algo == "dpo" else 0.5
+    assert losses[0] == pytest.approx(start, abs=1e-6) and min(losses) < start - 1e-3
+
+
+def test_pretraining_run_resumes_exactly(home: Path, job: list[str]) -> None:
+    file = home / "texts.jsonl"
+    texts = [f"{a}+{b}={a + b}" * (1 + a % 3) for a in range(4) for b in range(8)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [*job, "algo=pretrain", "rollout.n=1", "algo.lam=1", f"data.train_files=[{file}]"]
+    command += ["data.row_tokens=24"]
+    straight = finish([*command, "trainer.run_dir=pretrain"], home)
+    assert "32 texts were packed into" in straight.text
+    killed([*command, "trainer.run_dir=pretrain_killed"], home, at=".unfinished_000006/manifest.json")
+    finish([*command, "trainer.run_dir=pretrain_killed"], home)
+    assert differing(left_behind(home / "pretrain"), left_behind(home / "pretrain_killed")) == []
+    rows = [row for row in logged(home / "pretrain") if "actor/lr" in row]
+    assert rows[-1]["actor/nll_loss"] < rows[0]["actor/nll_loss"]
+    assert all(0.8 < row["packing/fill"] <= 1 < row["packing/documents_per_row"] for row in rows)
+
+
+def test_offline_distillation_resumes_exactly_from_scoring_or_training(home: Path, job: list[str]) -> None:
+    command = [*job, "algo=kd", "rollout.n=1", "algo.lam=1", "algo.teacher_top_k=5"]
+    first = finish([*command, "trainer.run_dir=kd", "algo.cache_dir=targets"], home)
+    assert "scoring 9 sequences into targets" in first.text, "two of ten rows are alike"
+    again = [*command, "trainer.run_dir=kd_killed", "algo.cache_dir=other"]
+    killed(again, home, at="other/.")
+    assert [path.suffix for path in (home / "other").iterdir()] != [".safetensors"]
+    assert saved_steps(home / "kd_killed") == []
+    killed(again, home, at=".unfinished_000006/manifest.json")
+    assert saved_steps(home / "kd_killed") == [2, 4]
+    last = finish(again, home)
+    assert "the teacher is not loaded" in last.text
+    assert differing(left_behind(home / "kd"), left_behind(home / "kd_killed")) == []
+    # the cache may lie elsewhere when a run goes on
+    finish([*command, "trainer.run_dir=kd", "algo.cache_dir=other"], home)
+    losses = [row["actor/distillation_loss"] for row in logged(home / "kd") if "actor/lr" in row]
+    assert losses[-1] < losses[0]
 
 
 def test_a_full_disk_ends_the_run_in_one_paragraph(tmp_path: Path, job: list[str]) -> None:

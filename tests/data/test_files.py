@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from miniverl.config import ConfigError, DataConfig
-from miniverl.data.files import BadRow, expand, fit_length, load, lookup, read_rows, settle_bad_rows
+from miniverl.data.files import BadRow, expand, fit_length, load, read_rows, settle_bad_rows
+from miniverl.data.rows import lookup
 from tests.kit import chatml, tiny_tok
 
 TOK: Any = tiny_tok()
@@ -292,3 +293,56 @@ def test_references_carry_stop_id_and_mask(tmp_path):
     assert prompt.reference_mask == (0, 0, 1, 1)
     assert text(prompt.token_ids) == "<|im_start|>user\nhe<|im_end|>\n<|im_start|>assistant\n"
     assert loaded(file, tok).prompts[0].reference_ids is None
+
+
+# ---- pairs and labels
+
+PAIR = {"prompt": "hello", "chosen": "he", "rejected": "h"}
+
+
+def test_a_pair_is_two_responses_to_one_prompt(tmp_path):
+    file = jsonl(tmp_path / "x.jsonl", [PAIR])
+    (prompt,) = load("data.train_files", "train", settings(file), TOK, STOPS, "pairs").prompts
+    assert text(prompt.token_ids).endswith("<|im_start|>assistant\n")
+    assert text(prompt.reference_ids) == "he<|im_end|>" and set(prompt.reference_mask or ()) == {1}
+    assert text(prompt.rejected_ids) == "h<|im_end|>" and set(prompt.rejected_mask or ()) == {1}
+    renamed = jsonl(tmp_path / "y.jsonl", [{"prompt": "hello", "good": "he", "bad": "h"}])
+    data = settings(renamed, chosen_key="good", rejected_key="bad")
+    (again,) = load("data.train_files", "train", data, TOK, STOPS, "pairs").prompts
+    assert again == prompt
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(True, True), (False, False), (1, True), (0.0, False)])
+def test_a_label_is_true_or_false_in_either_writing(tmp_path, value, verdict):
+    file = jsonl(tmp_path / "x.jsonl", [{"prompt": "hello", "r": "he", "label": value}])
+    data = settings(file, response_key="r")
+    (prompt,) = load("data.train_files", "train", data, TOK, STOPS, "labels").prompts
+    assert prompt.desirable is verdict and text(prompt.reference_ids) == "he<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "row", "words"),
+    [
+        ("pairs", {**PAIR, "rejected": "he"}, "columns chosen and rejected hold the same response"),
+        ("pairs", {**PAIR, "chosen": None}, "column chosen: it is empty (null)"),
+        ("pairs", {"prompt": "hello", "chosen": "he"}, "column rejected: it is empty (null)"),
+        ("labels", {"prompt": "hello", "r": "he", "label": "yes"}, "column label: 'yes' is no label"),
+        ("labels", {"prompt": "hello", "r": "he", "label": 2}, "column label: 2 is no label"),
+        ("labels", {"prompt": "hello", "r": "he"}, "column label: None is no label"),
+    ],
+)
+def test_a_malformed_pair_or_label_is_named(tmp_path, rows, row, words):
+    good = {**PAIR, "r": "he", "label": True}
+    file = jsonl(tmp_path / "x.jsonl", [good, row])
+    found = load("data.train_files", "train", settings(file, response_key="r"), TOK, STOPS, rows)
+    assert len(found.prompts) == 1
+    assert [(bad.row, bad.reason[: len(words)]) for bad in found.bad] == [(1, words)]
+
+
+@pytest.mark.parametrize(("rows", "key"), [("pairs", "chosen"), ("pairs", "rejected"), ("labels", "label")])
+def test_a_file_without_the_column_is_a_wrong_setting(tmp_path, rows, key):
+    row = {"prompt": "hello", "r": "he", "chosen": "a", "rejected": "b", "label": 1}
+    row.pop(key)
+    file = jsonl(tmp_path / "x.jsonl", [row])
+    with pytest.raises(ConfigError, match=rf"data\.{key}_key={key}: .*no such column\. It has "):
+        load("data.train_files", "train", settings(file, response_key="r"), TOK, STOPS, rows)

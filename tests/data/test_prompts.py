@@ -19,6 +19,7 @@ from miniverl.config import (
     ModelsConfig,
     TrainerConfig,
 )
+from miniverl.config_supervised import PreferenceConfig
 from miniverl.data.addition import demonstration, distinct, draw, forgets_carry, part_of, prompt_text
 from miniverl.data.demo_tokenizer import build
 from miniverl.data.prompts import epoch_order, open_data
@@ -252,3 +253,43 @@ def test_ckp_03_fingerprint_of_addition():
     others = [addition(seed=1), addition(digits=(2, 4)), addition(forget_carry=0.1), addition(distinct=5)]
     assert len({base, *(d.train.fingerprint for d in others)}) == 5
     assert base == addition(test_size=50, size=3).train.fingerprint
+
+
+def preferring(loss, **task):
+    plain = config(DataConfig(addition=AdditionConfig(digits=(1, 3), **task)))
+    return replace(plain, algo=AlgoConfig(name="preference", preference=PreferenceConfig(loss)))
+
+
+def answer_of(ids) -> str:
+    return DEMO.decode(ids).removesuffix("<|im_end|>").partition("</think>")[2]
+
+
+def test_addition_pairs_prefer_the_right_answer():
+    data = open_data(preferring("dpo"), DEMO, None)
+    for prompt in data.train.take(60):
+        assert answer_of(prompt.reference_ids) == prompt.answer
+        assert answer_of(prompt.rejected_ids) not in ("", prompt.answer)
+        assert prompt.desirable is None
+    assert data.train.fingerprint != open_data(preferring("kto"), DEMO, None).train.fingerprint
+
+
+def test_addition_labels_tell_right_from_wrong_and_hold_half_of_each():
+    prompts = open_data(preferring("kto"), DEMO, None).train.take(200)
+    for prompt in prompts:
+        assert prompt.desirable == (answer_of(prompt.reference_ids) == prompt.answer)
+        assert prompt.rejected_ids is None
+    assert 80 < sum(bool(p.desirable) for p in prompts) < 120
+
+
+def test_fingerprint_follows_pairs_and_leaves_other_rows_as_they_were(tmp_path):
+    """CKP-03: a field that only pairs have must not make old checkpoints of other algorithms unusable."""
+    def fingerprint(rows, **algo):
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        data = DataConfig(source="files", train_files=(str(tmp_path / "x.jsonl"),))
+        return open_data(replace(config(data), algo=AlgoConfig(**algo)), tiny_tok(), None).train.fingerprint
+
+    row = {"prompt": "hello", "chosen": "he", "rejected": "h"}
+    prints = [fingerprint([{**row, "rejected": bad}], name="preference") for bad in ("h", "l", "h")]
+    assert prints[0] == prints[2] != prints[1]
+    plain = {"prompt": "hello", "response": "he"}  # as recorded before there were pairs
+    assert fingerprint([plain]) == "d3d64ad54ffe9a17d2df43ea17d2d4fe9de558166cbbe27e9d80866b57bfcdb5"

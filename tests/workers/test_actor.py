@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from miniverl.config import AlgoConfig, LoraConfig, OptimConfig, RolloutConfig, RunError
 from miniverl.config_algo import Divergence
 from miniverl.metrics import Max, Mean, Metric, Sum
-from miniverl.pack import micro_batches, pack
+from miniverl.pack import micro_batches, pack, pack_rows
 from miniverl.workers.actor import Actor
 from miniverl.workers.reference import Reference
 from tests.tiny_models import config, ragged_batch, rollout, small_pieces, tiny, write_model
@@ -153,6 +153,32 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(kind, dtype, toler
         cut, _ = pair(models, dtype, top_k, micro_batch_tokens=budget)
         assert [len(piece) for piece in micro_batches(batch, budget)] == pieces
         same(gradient(cut, [batch])[0], whole, tolerance * max(1.0, largest))
+
+
+@pytest.mark.parametrize("budget", [4096, 17])
+def test_packed_rows_are_cross_entropy_of_each_document_alone(gpt2s, budget):
+    """Pre-training on learned positions: packed rows in micro-batches, against a document at a time."""
+    c = config(gpt2s[0], dtype="float64", algo=AlgoConfig(name="pretrain", loss_chunk_tokens=3))
+    rollouts = dataclasses.replace(c.rollout, temperature=T)  # which must not matter
+    data = dataclasses.replace(c.data, row_tokens=17)
+    c = small_pieces(dataclasses.replace(c, rollout=rollouts, data=data), budget)
+    random = torch.Generator().manual_seed(6)
+    documents = [torch.randint(0, VOCAB, (n,), generator=random) for n in (9, 8, 4, 2, 2, 5, 17)]
+    owners = (0, 0, 1, 1, 1, 1, 2)
+    rollouts = [
+        dataclasses.replace(rollout(d[:1].tolist(), d[1:].tolist()), uid=f"row{owner}")
+        for d, owner in zip(documents, owners, strict=True)
+    ]
+    found, (metrics,) = gradient(Actor(c, VOCAB, "cpu"), [pack_rows(rollouts)])
+    student = AutoModelForCausalLM.from_pretrained(gpt2s[0], dtype=torch.float64, attn_implementation="eager")
+    total = torch.zeros((), dtype=torch.float64)
+    for ids in documents:
+        logits = student(ids[None]).logits[0, :-1, :VOCAB]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
+    (total / 40).backward()
+    assert mean(metrics["actor/nll_loss"]).count == 40
+    assert mean(metrics["actor/nll_loss"]).total == pytest.approx(total.item())
+    same(found, {name: p.grad for name, p in student.named_parameters()}, 1e-10)
 
 
 def test_gradient_checkpointing_changes_no_gradient(models):
