@@ -35,7 +35,6 @@ LOSS_NAMES = {
     "kd": "actor/distillation_loss",
     "sft": "actor/nll_loss",
     "pretrain": "actor/nll_loss",
-    "policy_gradient": "actor/pg_loss",
 }
 
 
