@@ -22,6 +22,7 @@ from miniverl.controller.group import WorkerGroup
 from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
+from miniverl.controller.scoring import Scoring, open_rewards
 from miniverl.controller.signals import Distillation, PolicyGradient, Signal
 from miniverl.controller.supervised import Supervised
 from miniverl.controller.trainer import Loop, Trainer, fit
@@ -54,10 +55,13 @@ def run(config: Config, plan: Plan) -> dict[str, Any]:
             resume.check_data(checkpoint, data.train.fingerprint)
         _announce(config, plan, run_dir, checkpoint.step if checkpoint else None, data, len(tokenizer))
         write_json(run_dir / "environment.json", describe_environment())
-        pool = _pool(config, plan)
-        try:
+        with contextlib.ExitStack() as opened:
+            rewards = opened.enter_context(open_rewards(config, tokenizer, run_dir))
+            pool = _pool(config, plan)
+            opened.callback(pool.close)
             with Record(config, run_dir, checkpoint, psutil.Process().create_time()) as record:
-                loop = assemble(config, plan.roles, pool, tokenizer, stops, data, record, plan.device)
+                roles, device = plan.roles, plan.device
+                loop = assemble(config, roles, pool, tokenizer, stops, data, record, device, rewards)
                 record.stop_on(signal.SIGTERM)
                 told = loop.rollout.first(RolloutWorker.notes)
                 for note in told:
@@ -68,8 +72,6 @@ def run(config: Config, plan: Plan) -> dict[str, Any]:
                     if note not in told:
                         say(note)
                 result = _finish(config, plan, pool, loop, record)
-        finally:
-            pool.close()
         return _report(config, run_dir, result)
 
 
@@ -82,8 +84,10 @@ def assemble(
     data: Data,
     record: Record,
     device: str,
+    rewards: tuple[Scoring, Scoring],
 ) -> Loop:
-    """Workers into the pool, and the page over them."""
+    """Workers into the pool, and the page over them. rewards: the scoring of training and of held-out
+    rollouts."""
     vocabulary = len(tokenizer)
     pool.build("actor", Actor, config, vocabulary, device)
     pool.build("rollout", RolloutWorker, config, colocated("actor"))
@@ -104,11 +108,11 @@ def assemble(
         stops,
         config.trainer.seed,
     )
-    evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
+    evaluate = Evaluator(rollout, data.held_out, held_out, rewards[1])
     if config.algo.name == "sft":
         return Supervised(config, data, tokenizer, sampling, actor, rollout, evaluate, record)
     signal = _signal(config, roles, pool, actor, vocabulary, device)
-    return Trainer(config, data, tokenizer, sampling, actor, rollout, signal, evaluate, record)
+    return Trainer(config, data, tokenizer, sampling, actor, rollout, rewards[0], signal, evaluate, record)
 
 
 def _signal(

@@ -13,13 +13,12 @@ from miniverl.config import Config
 from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.record import Record
-from miniverl.controller.scoring import sample_rows, score
+from miniverl.controller.scoring import Scoring, sample_rows
 from miniverl.controller.signals import Signal
 from miniverl.controller.summary import describe_rollouts
 from miniverl.controller.sync import sync
 from miniverl.data.prompts import Data
 from miniverl.pack import mini_batches
-from miniverl.rewards import SCORERS
 from miniverl.workers.actor import Actor
 from miniverl.workers.rollout.base import Sampling
 from miniverl.workers.rollout.worker import RolloutWorker
@@ -38,6 +37,7 @@ class Trainer:
     sampling: Sampling
     actor: WorkerGroup
     rollout: WorkerGroup
+    score: Scoring
     signal: Signal
     evaluate: Evaluator
     record: Record
@@ -51,7 +51,8 @@ class Trainer:
                 groups = self.rollout.map(
                     RolloutWorker.generate, prompts, self.sampling, n=c.rollout.n, lam=c.algo.lam
                 )
-            rollouts = score(prompts, groups, self.tokenizer, c.eval.scorer, SCORERS[c.eval.scorer])
+            with timed("reward"):
+                rollouts, rewards = self.score(prompts, groups)
             with timed("score"):
                 batch, signals = self.signal(rollouts)
             with timed("update_actor"):
@@ -60,7 +61,7 @@ class Trainer:
             with timed("update_weights"):
                 sync(self.actor, self.rollout, self.record.step + 1)
         self.record.finish_step(
-            {**metrics, **signals, **describe_rollouts(rollouts, self.sampling)},
+            {**metrics, **signals, **rewards, **describe_rollouts(rollouts, self.sampling)},
             sample_rows(prompts, rollouts, self.tokenizer, c.trainer.samples_per_step),
         )
 

@@ -13,6 +13,8 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from miniverl.config_algo import GROUP_BASELINES, AlgoConfig
+from miniverl.config_reward import RewardConfig, scheme
+from miniverl.config_tasks import AdditionConfig, ReasoningConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -73,26 +75,10 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True, config=_strict)
-class AdditionConfig:
-    """The embedded task: column addition with written-out working, generated procedurally."""
-
-    digits: tuple[PositiveInt, PositiveInt] = (2, 3)
-    """Fewest and most digits of an operand (drawn per operand, at most 9)."""
-    forget_carry: float = 0.0
-    """Share of the demonstrations that drop every carry (for making a student that errs)."""
-    distinct: PositiveInt | None = None
-    """Train on this many different problems, again and again; None = a fresh one each time."""
-    held_out: Literal["test", "validation"] = "test"
-    """Which tenth of the problems accuracy is measured on: choose settings on `validation`, report on
-    `test`."""
-    test_size: PositiveInt = 500
-    """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
-
-
-@dataclass(frozen=True, config=_strict)
 class DataConfig:
-    source: Literal["addition", "files"] = "addition"
+    source: Literal["addition", "files", "reasoning_gym"] = "addition"
     addition: AdditionConfig = field(default_factory=AdditionConfig)
+    reasoning_gym: ReasoningConfig = field(default_factory=ReasoningConfig)
     train_files: tuple[str, ...] = ()
     """Parquet or JSONL: files, directories or globs, expanded in sorted order (source=files)."""
     eval_files: tuple[str, ...] = ()
@@ -101,8 +87,10 @@ class DataConfig:
     response_key: str | None = None
     """Column with a reference response (needed by SFT and by algo.lam < 1)."""
     answer_key: str | None = None
-    """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
+    """Column with the ground truth that a response is scored against; dots reach into a struct
     (`reward_model.ground_truth`)."""
+    extra_keys: tuple[str, ...] = ()
+    """Further columns that reward functions are given, as `sample.extra[KEY]`."""
     tools_key: str | None = None
     """Column with tool schemas for the chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -164,8 +152,10 @@ class EvalConfig:
     """0 = greedy."""
     max_response_length: PositiveInt | None = None
     """None = rollout.max_response_length."""
-    scorer: Literal["exact_match"] = "exact_match"
-    """`exact_match`: what follows the last </think> (or the whole response), stripped, equals the answer."""
+    scorer: str | None = None
+    """What held-out responses are scored by: a name of `reward.functions`, a built-in (docs/rewards.md) or an
+    import path. None = reward.accuracy, or without reward functions the data's own: `exact_match` (what
+    follows the last </think>, or the whole response, stripped, equals the answer), `reasoning_gym`."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -231,6 +221,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -386,9 +377,16 @@ def _policy(c: Config) -> None:
     if p.mini_batches > rows:
         raise ConfigError(f"algo.policy.mini_batches={p.mini_batches} is more than the {rows} sequences of a "
                           "step (trainer.prompts_per_step × rollout.n).")
-    if c.data.source == "files" and c.data.answer_key is None:
+    if c.data.source == "files" and c.data.answer_key is None and not c.reward.functions:
         raise ConfigError("algo.name=policy_gradient learns from a score against an answer: name its column "
                           "with data.answer_key=….")
+
+
+def _reward(c: Config) -> None:
+    try:
+        scheme(c.reward, c.eval.scorer, c.data.source, c.rollout.max_response_length)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _device(c: Config) -> None:
@@ -397,4 +395,5 @@ def _device(c: Config) -> None:
                           "runs on a CPU (model=demo), or accept the wait with model.requires_cuda=false.")
 
 
-CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _device)
+CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, _policy, _reward,
+          _device)

@@ -229,7 +229,7 @@ def _needed_keys(part: str, data: DataConfig) -> dict[str, str]:
         keys["data.answer_key"] = data.answer_key
     if data.tools_key is not None:
         keys["data.tools_key"] = data.tools_key
-    return keys
+    return {**keys, **{f"data.extra_keys[{i}]": key for i, key in enumerate(data.extra_keys)}}
 
 
 def _check_columns(file: Path, rows: list[Row], part: str, data: DataConfig) -> None:
@@ -274,7 +274,8 @@ def _to_prompt(row: Row, uid: str, part: str, data: DataConfig, tokenizer: PreTr
         with _in_column(data.response_key):
             reference_ids, reference_mask = render_response(
                 tokenizer, prompt, _cell(row, data.response_key), stop_ids, tools, data.chat_template_kwargs)
-    return Prompt(uid, token_ids, text, answer, reference_ids, reference_mask)
+    extra = {key: _cell(row, key) for key in data.extra_keys}
+    return Prompt(uid, token_ids, text, answer, reference_ids, reference_mask, extra)
 
 
 @contextmanager

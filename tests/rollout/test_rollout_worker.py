@@ -5,8 +5,9 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from miniverl.config import AlgoConfig, EvalConfig, RolloutConfig
-from miniverl.rewards import SCORERS
+from miniverl.config import AlgoConfig, RolloutConfig
+from miniverl.config_reward import BUILT_IN
+from miniverl.rewards.registry import BUILT_INS
 from miniverl.types import Prompt
 from miniverl.workers.actor import LOSS_NAMES, Actor
 from miniverl.workers.rollout.base import Request, Sampling
@@ -95,4 +96,4 @@ def test_a_dataset_response_keeps_its_mask_and_has_no_log_probs(student):
 def test_registries_are_what_the_config_offers():
     assert set(ENGINES) == set(get_args(get_type_hints(RolloutConfig)["engine"]))
     assert set(LOSS_NAMES) == set(get_args(get_type_hints(AlgoConfig)["name"]))
-    assert set(SCORERS) == set(get_args(get_type_hints(EvalConfig)["scorer"]))
+    assert set(BUILT_INS) == set(BUILT_IN)
