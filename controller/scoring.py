@@ -76,16 +76,18 @@ class Scoring:
                 if rollout.uid != prompt.uid:
                     raise ValueError(f"rollout {rollout.uid} was paired with prompt {prompt.uid}")
                 rollouts.append(rollout)
-                samples.append(Sample(
-                    id=f"{rollout.uid}/{rollout.sample}",
-                    prompt=prompt.text,
-                    response=response_text(rollout, self.tokenizer),
-                    answer=prompt.answer,
-                    extra=prompt.extra,
-                    response_tokens=len(rollout.response_ids),
-                    max_response_tokens=self.max_response_length,
-                    truncated=rollout.finish == "length",
-                ))
+                samples.append(
+                    Sample(
+                        id=f"{rollout.uid}/{rollout.sample}",
+                        prompt=prompt.text,
+                        response=response_text(rollout, self.tokenizer),
+                        answer=prompt.answer,
+                        extra=prompt.extra,
+                        response_tokens=len(rollout.response_ids),
+                        max_response_tokens=self.max_response_length,
+                        truncated=rollout.finish == "length",
+                    )
+                )
         return rollouts, samples
 
     def _rewarded(self, rollout: Rollout, said: Mapping[str, Verdict]) -> Rollout:
@@ -118,15 +120,21 @@ class Scoring:
         if self.run_dir is not None:
             with (self.run_dir / FAILURES).open("a", encoding="utf-8") as lines:
                 for call, failure in failed:
-                    row = {"id": call.sample.id, "function": call.name, "failure": failure,
-                           "response": call.sample.response}
+                    row = {
+                        "id": call.sample.id,
+                        "function": call.name,
+                        "failure": failure,
+                        "response": call.sample.response,
+                    }
                     lines.write(json.dumps(row) + "\n")
         named = [f"{call.name} of {call.sample.id}: {failure}" for call, failure in failed]
         for name in self.functions:
             of_it = [f"{c.sample.id} ({failure})" for c, failure in failed if c.name == name]
             if of_it and len(of_it) == sum(call.name == name for call in calls):
-                raise RunError(f"reward function {name} failed on all {len(of_it)} samples, among them "
-                               f"{'; '.join(of_it[:_TOLD])}.")
+                raise RunError(
+                    f"reward function {name} failed on all {len(of_it)} samples, among them "
+                    f"{'; '.join(of_it[:_TOLD])}."
+                )
         more = f" and {len(named) - _TOLD} more" if len(named) > _TOLD else ""
         print(f"reward calls failed: {'; '.join(named[:_TOLD])}{more}", flush=True)
 
@@ -140,20 +148,24 @@ def open_rewards(
 
     Raises ConfigError for a function that cannot be loaded.
     """
-    wanted = scheme(
-        config.reward, config.eval.scorer, config.data.source, config.rollout.max_response_length
-    )
+    wanted = scheme(config.reward, config.eval.scorer, config.data.source, config.rollout.max_response_length)
     known = {**wanted.held_out, **wanted.functions}
     functions = {name: Function(f.function, f.kwargs) for name, f in known.items()}
     try:
         pool = RewardPool(functions, config.reward.workers, config.reward.timeout_s)
     except CannotStart as error:
-        asked = ", ".join(f"{name} ({f.function})" for name, f in functions.items())
-        raise ConfigError(f"the reward functions {asked} cannot be loaded: {error}.") from error
+        raise ConfigError(
+            f"a reward function cannot be loaded (reward.functions, eval.scorer): {error}."
+        ) from error
     limit = config.rollout.max_response_length
     train = Scoring(
-        pool, wanted.functions, config.reward, "skip" if wanted.implied else "ask", tokenizer,
-        limit, run_dir,
+        pool,
+        wanted.functions,
+        config.reward,
+        "skip" if wanted.implied else "ask",
+        tokenizer,
+        limit,
+        run_dir,
     )
     with pool:
         yield train, _held_out(train, wanted, config)

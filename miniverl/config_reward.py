@@ -77,11 +77,15 @@ def scheme(reward: RewardConfig, scorer: str | None, source: str, max_response_l
             _check_overlong(f"reward.functions.{name}.kwargs", f.kwargs, max_response_length)
     accuracy = reward.accuracy
     if accuracy is not None and accuracy not in reward.functions:
-        raise ValueError(f"reward.accuracy={accuracy} is none of reward.functions "
-                         f"({', '.join(reward.functions) or 'which is empty'}).")
+        raise ValueError(
+            f"reward.accuracy={accuracy} is none of reward.functions "
+            f"({', '.join(reward.functions) or 'which is empty'})."
+        )
     if accuracy is None and len(reward.functions) > 1:
-        raise ValueError(f"reward.functions has {', '.join(reward.functions)}: say with reward.accuracy=NAME "
-                         "which of them is accuracy.")
+        raise ValueError(
+            f"reward.functions has {', '.join(reward.functions)}: say with reward.accuracy=NAME "
+            "which of them is accuracy."
+        )
     accuracy = accuracy or next(iter(reward.functions), None)
     measure = scorer or accuracy or OWN_SCORER[source]
     if measure not in reward.functions:
@@ -96,12 +100,16 @@ def _check_overlong(key: str, kwargs: Mapping[str, object], max_response_length:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"{key}.max_length={limit} must be a whole number of tokens above 0.")
     if isinstance(buffer, bool) or not isinstance(buffer, int) or not 0 < buffer <= limit:
-        raise ValueError(f"{key}.buffer={buffer} must be a whole number of tokens from 1 to max_length="
-                         f"{limit} (rollout.max_response_length where max_length is not given).")
+        raise ValueError(
+            f"{key}.buffer={buffer} must be a whole number of tokens from 1 to max_length="
+            f"{limit} (rollout.max_response_length where max_length is not given)."
+        )
 
 
 def _check_function(key: str, function: str, others: tuple[str, ...] = ()) -> None:
     if function not in BUILT_IN and ":" not in function:
         known = ", ".join((*others, *BUILT_IN))
-        raise ValueError(f"{key}={function} is not known: it is one of {known}, or an import path of your "
-                         "own, package.module:function or path/to/file.py:function.")
+        raise ValueError(
+            f"{key}={function} is not known: it is one of {known}, or an import path of your "
+            "own, package.module:function or path/to/file.py:function."
+        )

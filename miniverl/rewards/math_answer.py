@@ -36,12 +36,18 @@ def math(sample: Sample, digits: int = 6) -> float:
         raise ValueError(f"sample {sample.id}: nothing mathematical can be read in its answer {answer!r}")
     text = final_answer(sample.response)
     readings = [text]
+    if text.count("\\boxed") > 1:
+        readings.append(text[text.rindex("\\boxed") :])  # the judge takes several boxes for one set
     if "\n" not in text and not any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[")):
         readings.append(f"${text}$")  # such as (1,2), which only counts as mathematics between dollars
-    return float(any(
-        judge.verify(gold, _read(judge, r), float_rounding=digits, timeout_seconds=None, raise_on_error=True)
-        for r in readings
-    ))
+    return float(
+        any(
+            judge.verify(
+                gold, _read(judge, r), float_rounding=digits, timeout_seconds=None, raise_on_error=True
+            )
+            for r in readings
+        )
+    )
 
 
 def _read(judge: ModuleType, text: str) -> list[Any]:

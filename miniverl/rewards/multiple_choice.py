@@ -42,6 +42,7 @@ def multiple_choice(sample: Sample) -> float:
     if answer.isdecimal() and int(answer) < 26:
         answer = chr(ord("A") + int(answer))
     if not re.fullmatch("[A-Z]", answer):
-        raise ValueError(f"sample {sample.id}: its answer {sample.answer!r} is no option; use a letter "
-                         "or a number from 0")
+        raise ValueError(
+            f"sample {sample.id}: its answer {sample.answer!r} is no option; use a letter or a number from 0"
+        )
     return float(chosen(sample.response) == answer)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from miniverl.rewards.sample import Sample
 
 
-def overlong(
-    sample: Sample, buffer: int, max_length: int | None = None, floor: float | None = None
-) -> float:
+def overlong(sample: Sample, buffer: int, max_length: int | None = None, floor: float | None = None) -> float:
     """0 up to max_length - buffer tokens, then -(length - (max_length - buffer)) / buffer.
 
     buffer: tokens over which the penalty grows. max_length: tokens, None = the budget that the response was

@@ -27,8 +27,10 @@ START_S = 120.0
 """Longest wait for a process to load its functions."""
 ANSWER_LIMIT = 1 << 20
 """Most bytes of one answer."""
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from miniverl.rewards import worker; " \
-        "worker.main(int(sys.argv[2]), int(sys.argv[3]))"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from miniverl.rewards import worker; "
+    "worker.main(int(sys.argv[2]), int(sys.argv[3]))"
+)
 
 
 class CannotStart(Exception):

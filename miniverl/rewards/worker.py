@@ -104,11 +104,13 @@ def serve(channel: socket.socket) -> None:
     """Load the functions of the first line, then answer every further line until the driver closes."""
     lines = channel.makefile("rb")
     wanted = json.loads(lines.readline())
-    try:
-        functions = {name: load(f["function"], f["kwargs"]) for name, f in wanted.items()}
-    except BaseException as error:
-        _send(channel, {"refused": f"{type(error).__name__}: {_short(error)}"})
-        return
+    functions: dict[str, Callable[[Sample], object]] = {}
+    for name, f in wanted.items():
+        try:
+            functions[name] = load(f["function"], f["kwargs"])
+        except BaseException as error:
+            _send(channel, {"refused": f"{name} ({f['function']}): {type(error).__name__}: {_short(error)}"})
+            return
     _send(channel, {"ready": True})
     process = os.getpid()
     for line in lines:
