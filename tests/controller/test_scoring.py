@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def function(name, weight=1.0, **kwargs):
     }
 
 
-def asked(*responses, answer="5"):
+def asked(*responses: str, answer: str | None = "5"):
     """One prompt with all the responses, as a group."""
     rollouts = []
     for k, text in enumerate(responses):
@@ -40,7 +41,7 @@ def asked(*responses, answer="5"):
     return [Prompt("row#0", (1,), "2+3=", answer)], [rollouts]
 
 
-def scored(c, *responses, run_dir=None, answer="5"):
+def scored(c: Config, *responses: str, run_dir: Path | None = None, answer: str | None = "5"):
     with open_rewards(c, TOK, run_dir) as (train, _):
         return train(*asked(*responses, answer=answer))
 
@@ -156,7 +157,7 @@ def test_held_out_responses_are_scored_by_accuracy_alone_or_by_the_scorer():
 def test_a_function_that_cannot_be_loaded_is_a_bad_request():
     c = config({"functions": {"mine": {"function": "no_such_module:f"}}})
     with (
-        pytest.raises(ConfigError, match="mine .*No module named 'no_such_module'"),
+        pytest.raises(ConfigError, match=r"mine .*No module named 'no_such_module'"),
         open_rewards(c, TOK, None),
     ):
         pass
@@ -186,9 +187,17 @@ def test_a_section_that_means_nothing_is_refused(reward, sections, words):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"buffer": 0}, {"buffer": True}, {"buffer": 1.5}, {"buffer": 257}, {"buffer": 9, "max_length": 8},
-               {"buffer": 9, "max_length": None}]
-)  # fmt: skip
+    "kwargs",
+    [
+        {},
+        {"buffer": 0},
+        {"buffer": True},
+        {"buffer": 1.5},
+        {"buffer": 257},
+        {"buffer": 9, "max_length": 8},
+        {"buffer": 9, "max_length": None},
+    ],
+)
 def test_adv_15_overlong_lengths_are_checked_only_where_it_is_asked_for(kwargs):
     """ADV-15; rollout.max_response_length is 256."""
     with pytest.raises(ConfigError, match=r"reward.functions.o.kwargs.(buffer|max_length)="):
