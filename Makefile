@@ -44,8 +44,8 @@ $(VENV)/core.stamp: requirements/core.txt requirements/check_torch.py
 	$(PIP) -r requirements/core.txt
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/core.stamp requirements/dev.txt
-	$(PIP) -r requirements/core.txt -r requirements/dev.txt
+$(VENV)/dev.stamp: $(VENV)/core.stamp requirements/dev.txt requirements/rewards.txt
+	$(PIP) -r requirements/core.txt -r requirements/rewards.txt -r requirements/dev.txt
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/core.stamp requirements/bench.txt

@@ -55,6 +55,7 @@ setup(
     ],
     extras_require={
         "nf4": ["bitsandbytes>=0.48"],
+        "rewards": ["math-verify[antlr4_9_3]>=0.9", "reasoning-gym>=0.1.25"],
         "dev": [
             "ruff",
             "pyright[nodejs]",

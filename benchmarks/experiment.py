@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import random
 import time
@@ -30,6 +32,7 @@ from miniverl.controller.build import assemble
 from miniverl.controller.plan import make_plan
 from miniverl.controller.pool import Pool
 from miniverl.controller.record import Record
+from miniverl.controller.scoring import open_rewards
 from miniverl.controller.trainer import Loop
 from miniverl.data.prompts import open_data
 from miniverl.metrics import Timers
@@ -100,11 +103,15 @@ def gkd_config(
 
 
 def open_loop(config: Config, pool: Pool) -> Loop:
-    """The page over this pool, as `miniverl.controller.build.run` sets it up, ready to `step`."""
+    """The page over this pool, as `miniverl.controller.build.run` sets it up, ready to `step`. The processes
+    that score end with the benchmark."""
     tokenizer = load_tokenizer("student", config.model.student)
     plan = make_plan(config)
     run_dir = Path(str(config.trainer.run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
     data = open_data(config, tokenizer, None)
     record = Record(config, run_dir, None, time.time())
-    return assemble(config, plan.roles, pool, tokenizer, (), data, record, plan.device)
+    opened = contextlib.ExitStack()
+    atexit.register(opened.close)
+    rewards = opened.enter_context(open_rewards(config, tokenizer, run_dir))
+    return assemble(config, plan.roles, pool, tokenizer, (), data, record, plan.device, rewards)

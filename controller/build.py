@@ -25,6 +25,7 @@ from miniverl.controller.plan import GIB, Plan
 from miniverl.controller.policy_signal import PolicyGradient
 from miniverl.controller.pool import LocalPool, Pool, RayPool
 from miniverl.controller.record import Record
+from miniverl.controller.scoring import Scoring, accuracy_name, open_rewards
 from miniverl.controller.signals import Distillation, Signal
 from miniverl.controller.supervised import Lesson, Supervised
 from miniverl.controller.supervised_signals import CachedTeacher, Imitation, PackedTexts, Preference
@@ -62,10 +63,13 @@ def run(config: Config, plan: Plan) -> dict[str, Any]:
             resume.check_data(checkpoint, data.train.fingerprint)
         _announce(config, plan, run_dir, checkpoint.step if checkpoint else None, data, len(tokenizer))
         write_json(run_dir / "environment.json", describe_environment())
-        pool = _pool(config, plan)
-        try:
+        with contextlib.ExitStack() as opened:
+            rewards = opened.enter_context(open_rewards(config, tokenizer, run_dir))
+            pool = _pool(config, plan)
+            opened.callback(pool.close)
             with Record(config, run_dir, checkpoint, psutil.Process().create_time()) as record:
-                loop = assemble(config, plan.roles, pool, tokenizer, stops, data, record, plan.device)
+                roles, device = plan.roles, plan.device
+                loop = assemble(config, roles, pool, tokenizer, stops, data, record, device, rewards)
                 record.stop_on(signal.SIGTERM)
                 told = loop.rollout.first(RolloutWorker.notes)
                 for note in told:
@@ -76,8 +80,6 @@ def run(config: Config, plan: Plan) -> dict[str, Any]:
                     if note not in told:
                         say(note)
                 result = _finish(config, plan, pool, loop, record)
-        finally:
-            pool.close()
         return _report(config, run_dir, result)
 
 
@@ -90,8 +92,10 @@ def assemble(
     data: Data,
     record: Record,
     device: str,
+    rewards: tuple[Scoring, Scoring],
 ) -> Loop:
-    """Workers into the pool, and the page over them."""
+    """Workers into the pool, and the page over them. rewards: the scoring of training and of held-out
+    rollouts."""
     vocabulary = len(tokenizer)
     targets = _cached_targets(config, pool, data, vocabulary, device)
     pool.build("actor", Actor, config, vocabulary, device)
@@ -113,17 +117,24 @@ def assemble(
         stops,
         config.trainer.seed,
     )
-    evaluate = Evaluator(rollout, data.held_out, held_out, tokenizer, config.eval.scorer)
+    evaluate = Evaluator(rollout, data.held_out, held_out, rewards[1])
     if config.algo.supervised:
         lesson = _lesson(config, roles, pool, actor, vocabulary, device, targets)
         return Supervised(config, data, tokenizer, sampling, actor, rollout, lesson, evaluate, record)
-    experience = Experience(config, data.train, tokenizer, sampling, rollout)
-    signal = _signal(config, roles, pool, actor, vocabulary, device)
+    accuracy = accuracy_name(config)
+    experience = Experience(config, data.train, sampling, rollout, rewards[0], accuracy, record.timers)
+    signal = _signal(config, roles, pool, actor, vocabulary, device, accuracy)
     return Trainer(config, data, tokenizer, actor, rollout, experience, signal, evaluate, record)
 
 
 def _signal(
-    config: Config, roles: tuple[str, ...], pool: Pool, actor: WorkerGroup, vocabulary: int, device: str
+    config: Config,
+    roles: tuple[str, ...],
+    pool: Pool,
+    actor: WorkerGroup,
+    vocabulary: int,
+    device: str,
+    accuracy: str,
 ) -> Signal:
     """The workers that the objective asks, and the object that asks them."""
     groups: dict[str, WorkerGroup] = {}
@@ -141,6 +152,7 @@ def _signal(
     teacher = groups.get("teacher")
     return PolicyGradient(
         config,
+        accuracy,
         actor,
         _reference(config, roles, pool, vocabulary, device),
         groups.get("critic"),

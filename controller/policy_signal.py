@@ -36,6 +36,8 @@ class PolicyGradient:
     """Which roles are there is the config's business: None = the algorithm has no such role."""
 
     config: Config
+    accuracy: str
+    """Which of a rollout's `rewards` says whether it is right."""
     actor: WorkerGroup
     reference: WorkerGroup | None = None
     """None = the actor's own base, under its adapter; asked only where something needs it."""
@@ -94,7 +96,7 @@ class PolicyGradient:
             gap = self.teachers.gap(scored.rollouts, scored.batch)
             episode = replace(episode, teacher_gap_NT=padded(gap, episode.mask_NT) * policy.teacher_coef)
         if policy.advantage == "remax":
-            greedy = [0.0 if r.greedy_reward is None else r.greedy_reward for r in scored.rollouts]
+            greedy = [r.greedy_reward for r in scored.rollouts if r.greedy_reward is not None]
             episode = replace(episode, greedy_scores_N=torch.tensor(greedy))
         if self.process_reward is not None:
             rewards, told = self._process_rewards(scored)
@@ -139,7 +141,7 @@ class PolicyGradient:
         """Of each rollout's tokens, after the model has learned from the rollouts' outcomes."""
         assert self.process_reward is not None
         outcomes = [
-            torch.full_like(old, _right(r, self.config.eval.scorer))
+            torch.full_like(old, _right(r, self.accuracy))
             for r, old in zip(scored.rollouts, scored.old, strict=True)
         ]
         targets = OutcomeTargets(torch.cat(scored.reference), torch.cat(outcomes))
@@ -165,7 +167,7 @@ class PolicyGradient:
         policy = self._policy
         asked = policy.positive_nll_coef > 0
         right = [
-            torch.full_like(old, _right(r, self.config.eval.scorer) if asked else 0.0)
+            torch.full_like(old, _right(r, self.accuracy) if asked else 0.0)
             for r, old in zip(scored.rollouts, scored.old, strict=True)
         ]
         targets = PolicyTargets(

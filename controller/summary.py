@@ -17,7 +17,7 @@ def describe_rollouts(rollouts: Sequence[Rollout], sampling: Sampling) -> dict[s
     metrics: dict[str, Metric] = {
         **length_metrics("response_length", [len(r.response_ids) for r in own], sampling.max_new_tokens),
         **length_metrics("prompt_length", [len(r.prompt_ids) for r in rollouts], 2**31),
-        "critic/score/mean": Mean.of(score for r in own for score in r.rewards.values()),
+        "critic/score/mean": Mean.of(r.reward for r in own if r.reward is not None),
         "rollout/dataset_share": Mean.of(r.source == "dataset" for r in rollouts),
         "perf/total_num_tokens": Sum(sum(len(r) for r in rollouts)),
         "training/weight_version": Min(min(r.version[0] for r in rollouts)),

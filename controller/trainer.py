@@ -47,8 +47,7 @@ class Trainer:
         """One global batch, from prompts to new weights in the engine."""
         c, timed = self.config, self.record.timers
         with timed("step"):
-            with timed("gen"):
-                prompts, rollouts, gathered = self.experience()
+            prompts, rollouts, gathered = self.experience()
             with timed("score"):
                 updates, signals = self.signal(rollouts, self.record.step)
             with timed("update_actor"):

@@ -13,9 +13,10 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from miniverl.config_algo import AlgoConfig
-from miniverl.config_data import AdditionConfig as AdditionConfig
 from miniverl.config_data import DataConfig
 from miniverl.config_policy import check_policy
+from miniverl.config_reward import RewardConfig, scheme
+from miniverl.config_tasks import AdditionConfig as AdditionConfig
 from miniverl.errors import ConfigError
 from miniverl.errors import RunError as RunError
 
@@ -116,8 +117,10 @@ class EvalConfig:
     """0 = greedy."""
     max_response_length: PositiveInt | None = None
     """None = rollout.max_response_length."""
-    scorer: Literal["exact_match"] = "exact_match"
-    """`exact_match`: what follows the last </think> (or the whole response), stripped, equals the answer."""
+    scorer: str | None = None
+    """What held-out responses are scored by: a name of `reward.functions`, a built-in (docs/rewards.md) or an
+    import path. None = reward.accuracy, or without reward functions the data's own: `exact_match` (what
+    follows the last </think>, or the whole response, stripped, equals the answer), `reasoning_gym`."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -183,6 +186,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -352,6 +356,13 @@ def _pretrain(c: Config) -> None:
                           f"data.row_tokens={c.data.row_tokens}; raise it to at least that.")
 
 
+def _reward(c: Config) -> None:
+    try:
+        scheme(c.reward, c.eval.scorer, c.data.source, c.rollout.max_response_length)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _device(c: Config) -> None:
     if c.model.requires_cuda and c.placement.device == "cpu":
         raise ConfigError("placement.device=cpu contradicts model.requires_cuda=true: choose a model that "
@@ -359,4 +370,4 @@ def _device(c: Config) -> None:
 
 
 CHECKS = (_ranges, _temperature, _on_policy, _roles, _precision, _lora, _data, _sizes, check_policy,
-          _preference, _pretrain, _device)
+          _preference, _pretrain, _reward, _device)

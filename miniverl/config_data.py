@@ -8,24 +8,9 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from miniverl.config_tasks import AdditionConfig
+
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-@dataclass(frozen=True, config=_strict)
-class AdditionConfig:
-    """The embedded task: column addition with written-out working, generated procedurally."""
-
-    digits: tuple[PositiveInt, PositiveInt] = (2, 3)
-    """Fewest and most digits of an operand (drawn per operand, at most 9)."""
-    forget_carry: float = 0.0
-    """Share of the demonstrations that drop every carry (for making a student that errs)."""
-    distinct: PositiveInt | None = None
-    """Train on this many different problems, again and again; None = a fresh one each time."""
-    held_out: Literal["test", "validation"] = "test"
-    """Which tenth of the problems accuracy is measured on: choose settings on `validation`, report on
-    `test`."""
-    test_size: PositiveInt = 500
-    """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
 
 
 @dataclass(frozen=True, config=_strict)
@@ -46,8 +31,10 @@ class DataConfig:
     label_key: str = "label"
     """Column with the verdict on the response: true or false, 1 or 0 (read by algo=kto)."""
     answer_key: str | None = None
-    """Column with the ground truth that `eval.scorer` compares with; dots reach into a struct
+    """Column with the ground truth that a response is scored against; dots reach into a struct
     (`reward_model.ground_truth`)."""
+    extra_keys: tuple[str, ...] = ()
+    """Further columns that reward functions are given, as `sample.extra[KEY]`."""
     text_key: str = "text"
     """Column with a raw text (read by algo=pretrain)."""
     row_tokens: PositiveInt = 512

@@ -16,7 +16,7 @@ from miniverl.data import addition
 from miniverl.data.template import render_prompt
 from miniverl.models.load import LoadedModel, load_tokenizer
 from miniverl.models.locate import EMBEDDED
-from miniverl.rewards import SCORERS
+from miniverl.rewards.exact_match import final_answer
 from miniverl.workers.rollout.base import Request, Sampling
 from miniverl.workers.rollout.hf_cached import HfCached
 
@@ -37,7 +37,7 @@ def accuracy(name: str, digits: tuple[int, int]) -> float:
     assert isinstance(eos, int)
     answers = engine.generate(requests, Sampling(0.0, 0, 1.0, 64, (eos,), 0))
     texts = [tokenizer.decode(list(a[0].token_ids[:-1])) for a in answers]
-    return sum(SCORERS["exact_match"](str(t), p.answer) for t, p in zip(texts, problems, strict=True)) / 200
+    return sum(final_answer(str(t)) == p.answer for t, p in zip(texts, problems, strict=True)) / 200
 
 
 @pytest.mark.parametrize(("name", "digits", "low", "high"), [

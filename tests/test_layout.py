@@ -212,7 +212,7 @@ def test_torch_check_sees_cuda_packages_and_passes_the_cpu_build() -> None:
 
 def test_the_lock_pins_everything_once() -> None:
     pins: dict[str, str] = {}
-    for name in ("core.txt", "dev.txt", "nf4.txt"):
+    for name in ("core.txt", "dev.txt", "nf4.txt", "rewards.txt"):
         for line in (ROOT / "requirements" / name).read_text().splitlines():
             if line.startswith("#"):
                 continue

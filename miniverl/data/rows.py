@@ -59,6 +59,7 @@ def needed_keys(wanted: Wanted, data: DataConfig) -> dict[str, str]:
         keys["data.response_key"] = data.response_key
     if wanted == "labels":
         keys["data.label_key"] = data.label_key
+    keys |= {f"data.extra_keys[{i}]": key for i, key in enumerate(data.extra_keys)}
     return {setting: key for setting, key in keys.items() if key is not None}
 
 
@@ -78,7 +79,7 @@ def to_prompt(row: Row, uid: str, wanted: Wanted, data: DataConfig, tokenizer: P
     text = content_text(messages[0])
     if len(messages) > 1:
         text = "\n".join(f"{m['role']}: {content_text(m)}" for m in messages)
-    prompt = Prompt(uid, token_ids, text)
+    prompt = Prompt(uid, token_ids, text, extra={key: _cell(row, key) for key in data.extra_keys})
     if data.answer_key is not None:
         with _in_column(data.answer_key):
             answer = _answer(_cell(row, data.answer_key), required=wanted == "answers")

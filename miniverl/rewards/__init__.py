@@ -1,16 +1,4 @@
-"""Scorers: (response text, expected answer) → reward. They know neither tokens nor models.
+"""Reward functions: a Sample (text, answer, lengths) → a score. They know neither models nor tokens' ids.
 
-A name in the config (`eval.scorer`) is a key of the dict at the foot.
+`worker` is the process they run in, `pool` drives several, `registry` lists what is built in.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-
-from miniverl.rewards.exact_match import exact_match
-
-Scorer = Callable[[str, str], float]
-
-SCORERS: dict[str, Scorer] = {
-    "exact_match": exact_match,
-}

@@ -1,11 +1,10 @@
-"""The rule reward of the embedded task: is the answer, character for character, the expected one?
-
-It sees text, never tokens: whoever calls it decodes the whole response at once.
-"""
+"""The rule reward of the embedded task: is the answer, character for character, the expected one?"""
 
 from __future__ import annotations
 
 import unicodedata
+
+from miniverl.rewards.sample import Sample
 
 
 def final_answer(text: str) -> str:
@@ -17,11 +16,12 @@ def final_answer(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def exact_match(text: str, answer: str) -> float:
-    """1.0 if the response's final answer equals `answer`, else 0.0.
+def exact_match(sample: Sample) -> float:
+    """1.0 if the response's final answer equals the sample's answer, else 0.0.
 
     Both sides are brought to Unicode NFC first, so that é as one or two code points is the same answer;
     nothing else is forgiven (case, digits of other scripts, direction marks).
     """
-    given, expected = (unicodedata.normalize("NFC", t) for t in (final_answer(text), answer.strip()))
+    texts = (final_answer(sample.response), sample.expected.strip())
+    given, expected = (unicodedata.normalize("NFC", text) for text in texts)
     return float(given == expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +13,11 @@ from miniverl.config import Config, PlacementConfig, RolloutConfig, RunError
 from miniverl.controller.evaluate import Evaluator
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.pool import LocalPool
-from miniverl.controller.scoring import sample_rows, score
+from miniverl.controller.scoring import Scoring, open_rewards, sample_rows
 from miniverl.controller.sync import sync
 from miniverl.data import demo_tokenizer
 from miniverl.metrics import Max, Mean, Metric, Min, Sum
 from miniverl.pack import pack
-from miniverl.rewards import SCORERS
 from miniverl.types import Batch, HiddenTargets, Prompt, Rollout, TopKTargets
 from miniverl.workers.actor import Actor
 from miniverl.workers.host import colocated
@@ -52,6 +51,12 @@ def pool_of(settings: Config, hosts: int) -> LocalPool:
 @pytest.fixture(scope="module")
 def pools(settings: Config) -> dict[int, LocalPool]:
     return {hosts: pool_of(settings, hosts) for hosts in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def score(settings: Config) -> Iterator[Scoring]:
+    with open_rewards(settings, demo_tokenizer.build(), None) as (train, _):
+        yield train
 
 
 def prompts(count: int, repeat: int = 1) -> list[Prompt]:
@@ -157,10 +162,10 @@ def test_fewer_items_than_hosts_call_nobody_for_nothing() -> None:
     assert WorkerGroup(pool, "meter").reduce(Meter.measure, batch)["shortest"] == 7
 
 
-def test_a_repeated_text_is_a_group_of_its_own(pools: dict[int, LocalPool]) -> None:
+def test_a_repeated_text_is_a_group_of_its_own(pools: dict[int, LocalPool], score: Scoring) -> None:
     asked = prompts(2, repeat=2)
     groups = generated(pools[2], asked, n=4)
-    scored = score(asked, groups, demo_tokenizer.build(), "exact_match", SCORERS["exact_match"])
+    scored, _ = score(asked, groups)
     assert [r.uid for r in scored] == [p.uid for p in asked for _ in range(4)]
     assert [r.sample for r in scored] == [0, 1, 2, 3] * 4
     assert len({r.uid for r in scored}) == 4
@@ -171,7 +176,7 @@ def test_a_repeated_text_is_a_group_of_its_own(pools: dict[int, LocalPool]) -> N
     assert [row["prompt"] for row in rows] == ["0+0="] * 8 + ["1+1="] * 8
 
 
-def test_rewards_are_paired_by_uid_or_not_at_all(pools: dict[int, LocalPool]) -> None:
+def test_rewards_are_paired_by_uid_or_not_at_all(score: Scoring) -> None:
     tokenizer = demo_tokenizer.build()
     asked = prompts(3)
     right = tokenizer.encode("4", add_special_tokens=False)
@@ -179,10 +184,12 @@ def test_rewards_are_paired_by_uid_or_not_at_all(pools: dict[int, LocalPool]) ->
         Rollout(uid, 0, np.array([7]), np.array([*right, 2]), np.ones(2), np.zeros(2), (0, 0), "stop")
         for uid in (p.uid for p in asked)
     ]
-    scored = score(asked, [[a] for a in answers], tokenizer, "exact_match", SCORERS["exact_match"])
+    scored, metrics = score(asked, [[a] for a in answers])
     assert [dict(r.rewards) for r in scored] == [{"exact_match": s} for s in (0.0, 0.0, 1.0)]  # 2+2
+    assert metrics["reward/exact_match/mean"] == 1 / 3
+    assert metrics["reward/failures"] == metrics["reward/exact_match/failures"] == 0
     with pytest.raises(ValueError, match=r"row1.*row0"):
-        score(asked, [[answers[i]] for i in (1, 0, 2)], tokenizer, "exact_match", SCORERS["exact_match"])
+        score(asked, [[answers[i]] for i in (1, 0, 2)])
 
 
 def test_rewards_go_to_their_own_rollouts_for_any_batch_order(pools: dict[int, LocalPool]) -> None:
@@ -225,14 +232,14 @@ def test_engine_with_another_module_is_refused(settings: Config) -> None:
     assert "does not hold the actor's weights" in str(caught.value)
 
 
-def test_evaluation_draws_with_its_own_sampling(settings: Config) -> None:
+def test_evaluation_draws_with_its_own_sampling(settings: Config, score: Scoring) -> None:
     """Training at T=1 with at most 9 tokens, evaluation greedy with at most 17: what comes out is argmax."""
     pool = pool_of(settings, 1)
     actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
     sync(actor, rollout, 0)
     greedy = Sampling(0.0, 0, 1.0, 17, (2,), 5)
     asked = tuple(prompts(4))
-    metrics, rollouts = Evaluator(rollout, asked, greedy, demo_tokenizer.build(), "exact_match")()
+    metrics, rollouts = Evaluator(rollout, asked, greedy, score)()
     model = tiny("llama", vocab=VOCAB, seed=0)
     for prompt, found in zip(asked, rollouts, strict=True):
         ids = list(prompt.token_ids)
@@ -249,16 +256,16 @@ def test_evaluation_draws_with_its_own_sampling(settings: Config) -> None:
     assert metrics["val/accuracy"] == sum(r.rewards["exact_match"] for r in rollouts) / 4
 
 
-def test_evaluation_counts_repeated_prompts_apart(pools: dict[int, LocalPool]) -> None:
+def test_evaluation_counts_repeated_prompts_apart(pools: dict[int, LocalPool], score: Scoring) -> None:
     asked = tuple(prompts(2, repeat=3))
     group = WorkerGroup(pools[2], "rollout")
     group.all(RolloutWorker.sync, 0)
-    _, rollouts = Evaluator(group, asked, TRAIN, demo_tokenizer.build(), "exact_match")()
+    _, rollouts = Evaluator(group, asked, TRAIN, score)()
     assert [r.uid for r in rollouts] == [p.uid for p in asked]
 
 
-def test_nothing_held_out_is_nothing_measured(pools: dict[int, LocalPool]) -> None:
-    evaluate = Evaluator(WorkerGroup(pools[1], "rollout"), (), TRAIN, demo_tokenizer.build(), "exact_match")
+def test_nothing_held_out_is_nothing_measured(pools: dict[int, LocalPool], score: Scoring) -> None:
+    evaluate = Evaluator(WorkerGroup(pools[1], "rollout"), (), TRAIN, score)
     assert evaluate() == ({}, [])
 
 

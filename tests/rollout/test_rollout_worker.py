@@ -5,8 +5,9 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from miniverl.config import AlgoConfig, EvalConfig, RolloutConfig
-from miniverl.rewards import SCORERS
+from miniverl.config import AlgoConfig, RolloutConfig
+from miniverl.config_reward import BUILT_IN
+from miniverl.rewards.registry import BUILT_INS
 from miniverl.types import Prompt
 from miniverl.workers.actor import LOSS_NAMES, Actor
 from miniverl.workers.rollout.base import Request, Sampling
@@ -96,4 +97,4 @@ def test_registries_are_what_the_config_offers():
     assert set(ENGINES) == set(get_args(get_type_hints(RolloutConfig)["engine"]))
     of_sequences = {"policy_gradient", "preference"}  # these name their metrics themselves
     assert set(LOSS_NAMES) | of_sequences == set(get_args(get_type_hints(AlgoConfig)["name"]))
-    assert set(SCORERS) == set(get_args(get_type_hints(EvalConfig)["scorer"]))
+    assert set(BUILT_INS) == set(BUILT_IN)
