@@ -8,15 +8,16 @@ from typing import Literal
 from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from miniverl.config_tasks import AdditionConfig
+from miniverl.config_tasks import AdditionConfig, ReasoningConfig
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, config=_strict)
 class DataConfig:
-    source: Literal["addition", "files"] = "addition"
+    source: Literal["addition", "files", "reasoning_gym"] = "addition"
     addition: AdditionConfig = field(default_factory=AdditionConfig)
+    reasoning_gym: ReasoningConfig = field(default_factory=ReasoningConfig)
     train_files: tuple[str, ...] = ()
     """Parquet or JSONL: files, directories or globs, expanded in sorted order (source=files)."""
     eval_files: tuple[str, ...] = ()

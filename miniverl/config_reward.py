@@ -15,9 +15,9 @@ from pydantic.dataclasses import dataclass
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-BUILT_IN = ("exact_match", "math", "multiple_choice", "regex", "overlong", "code_tests")
+BUILT_IN = ("exact_match", "math", "multiple_choice", "regex", "overlong", "code_tests", "reasoning_gym")
 
-OWN_SCORER = {"addition": "exact_match", "files": "exact_match"}
+OWN_SCORER = {"addition": "exact_match", "files": "exact_match", "reasoning_gym": "reasoning_gym"}
 """data.source → what scores its responses where nothing else is asked for."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import ConfigDict, PositiveInt
@@ -25,3 +26,15 @@ class AdditionConfig:
     `test`."""
     test_size: PositiveInt = 500
     """Held-out problems used for evaluation; operands hashed to the test part never occur in training."""
+
+
+@dataclass(frozen=True, config=_strict)
+class ReasoningConfig:
+    """A task of reasoning-gym (`requirements/rewards.txt`), which scores its own problems."""
+
+    task: str = ""
+    """A name of reasoning_gym's datasets, e.g. `leg_counting`."""
+    options: dict[str, object] = field(default_factory=dict)
+    """That dataset's own settings, e.g. {max_animals: 4}."""
+    instruction: str = "Give only the answer, after your reasoning, as <answer>…</answer>."
+    """Put below each question; empty = the bare question."""

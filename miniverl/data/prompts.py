@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from miniverl.config import AdditionConfig, Config, ConfigError
-from miniverl.data import addition, files
+from miniverl.data import addition, files, reasoning
 from miniverl.data.packing import pack_texts
 from miniverl.data.preflight import stop_ids as stop_ids_of
 from miniverl.data.template import render_prompt, render_response
@@ -222,6 +222,9 @@ def open_data(config: Config, tokenizer: PreTrainedTokenizerBase, quarantine_pat
     stop_ids = stop_ids or stop_ids_of(tokenizer, config.rollout.stop_ids)
     if config.data.source == "addition":
         return _open_addition(config, AdditionRenderer(tokenizer, tuple(stop_ids), config))
+    if config.data.source == "reasoning_gym":
+        source = reasoning.ReasoningPrompts(config, tokenizer)
+        return Data(PromptStream(source), source.held_out, ())
     return _open_files(config, tokenizer, stop_ids, quarantine_path)
 
 

@@ -1,8 +1,8 @@
 """The program in which a response's code runs: shuts itself in (`isolation`), reports so, and runs the code.
 
-Started as a script by `code_tests`, in a scratch directory: `code.py` holds the code; with `calls.json` it
-calls a function once per list of arguments and writes each result to `results.jsonl`, else it runs the code
-as a program on stdin and stdout. It is told nothing of what is expected, so there is nothing to cheat with.
+Started as a script by `code_tests`, in a scratch directory: `code.py` holds the code; with `calls.json`
+it calls a function once per list of arguments and writes each result to `results.jsonl`, else it runs the
+code as a program on stdin and stdout. It is told nothing of what is expected, so it cannot cheat.
 """
 
 from __future__ import annotations

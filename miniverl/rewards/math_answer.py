@@ -9,8 +9,8 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from miniverl.extras import missing
 from miniverl.rewards.exact_match import final_answer
-from miniverl.rewards.extras import missing
 from miniverl.rewards.sample import Sample
 
 if TYPE_CHECKING:

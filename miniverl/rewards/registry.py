@@ -9,4 +9,5 @@ BUILT_INS: dict[str, str] = {
     "regex": "miniverl.rewards.pattern",
     "overlong": "miniverl.rewards.overlong",
     "code_tests": "miniverl.rewards.code_tests",
+    "reasoning_gym": "miniverl.rewards.reasoning",
 }

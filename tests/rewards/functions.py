@@ -69,7 +69,7 @@ def obey(sample):
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "child":
-            subprocess.Popen(["sleep", "600.25"])
+            subprocess.Popen(["sleep", f"600.{os.getppid():07d}"])  # told apart by whose pool this is
             time.sleep(600)
         case "fork":
             if os.fork() == 0:

@@ -34,9 +34,9 @@ def scores(pool, name, *responses):
 
 
 def sleepers():
-    """Living `sleep 600.25` processes; a zombie's info is None."""
+    """Living processes that a hang of *this* process's pools started; a zombie's info is None."""
     found = psutil.process_iter(["pid", "cmdline"])
-    return [p.info["pid"] for p in found if "600.25" in (p.info["cmdline"] or ())]
+    return [p.info["pid"] for p in found if f"600.{os.getpid():07d}" in (p.info["cmdline"] or ())]
 
 
 def failure(pool, name, response):
