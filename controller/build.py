@@ -263,11 +263,16 @@ def _announce(
     """What is about to run, in the units that people mix up, and every setting a library would otherwise
     hide."""
     c = config
-    sequences = c.trainer.prompts_per_step * c.rollout.n
+    unit, each = {"texts": ("rows", 1), "pairs": ("pairs", 2)}.get(c.algo.rows, ("prompts", c.rollout.n))
+    sequences = c.trainer.prompts_per_step * each
+    longest, limits = c.data.row_tokens, f"rows of {c.data.row_tokens}"
+    if unit != "rows":
+        longest = c.data.max_prompt_length + c.rollout.max_response_length
+        limits = f"prompts to {c.data.max_prompt_length}, responses to {c.rollout.max_response_length}"
     say(
-        f"{c.experiment or 'run'}: {c.trainer.steps} steps × {c.trainer.prompts_per_step} prompts × "
-        f"{c.rollout.n} responses = {sequences} sequences a step, "
-        f"responses up to {c.rollout.max_response_length} tokens"
+        f"{c.experiment or 'run'}: {c.trainer.steps} steps × {c.trainer.prompts_per_step} {unit}"
+        f"{f' × {each} responses' if unit != 'rows' else ''} = {sequences} sequences a step, "
+        f"up to {sequences * longest} tokens ({limits})"
     )
     say(
         f"sampling: {c.rollout.engine}, temperature {c.rollout.temperature:g}, "

@@ -62,8 +62,8 @@ class Optimizer:
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise RunError(
-                f"{self.role}, optimizer step {self.taken}: the gradient's norm is {norm}, for the "
-                f"{self.skipped_in_a_row}th time in a row (optim.max_skipped={self.config.max_skipped}). The "
+                f"{self.role}, optimizer step {self.taken}: the gradient's norm is {norm}, "
+                f"{self.skipped_in_a_row} times in a row (optim.max_skipped={self.config.max_skipped}). The "
                 "weights were not changed; the last checkpoint is good. A smaller optim.lr, or "
                 "dtype=float32, usually helps."
             )

@@ -282,7 +282,7 @@ def test_gradients_that_are_not_finite_take_no_step_and_three_in_a_row_end_the_r
     for _ in range(2):
         skipped = actor.update(batch)
         assert skipped["actor/skipped_updates"] == Sum(1.0) and "actor/grad_norm" not in skipped
-    with pytest.raises(RunError, match="optimizer step 3: the gradient's norm is nan, for the 3th time"):
+    with pytest.raises(RunError, match="optimizer step 3: the gradient's norm is nan, 3 times in a row"):
         actor.update(batch)
     assert actor.digest() == before and not actor.optimizer.adamw.state
     assert all(p.grad is None for p in actor.trained.values())
