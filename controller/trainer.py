@@ -68,7 +68,6 @@ class Trainer:
 
 class Loop(Protocol):
     """What `fit` needs of a page: this one, or `supervised`'s."""
-
     data: Data
     tokenizer: PreTrainedTokenizerBase
     actor: WorkerGroup
