@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from miniverl.config import Config, ConfigError
 
 VOLATILE = ("summary", "hardware", "plan_only", "trainer.run_dir", "trainer.resume", "placement.wait_s",
-            "algo.cache_dir", "placement.call_timeout_s", "placement.dashboard")
+            "algo.cache_dir", "placement.call_timeout_s", "placement.dashboard", "reward.workers")
 """Keys that name, place or time a run without changing what it computes: left out of `fingerprint`."""
 
 

@@ -98,13 +98,14 @@ class ReasoningPrompts:
 
 
 def _check_task(task: str, options: dict[str, object]) -> None:
+    gym = _gym()
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise ConfigError(f"data.reasoning_gym.task={task or 'null'} is not a task of reasoning-gym; it has "
                           f"{', '.join(sorted(DATASETS))}.")  # fmt: skip
     try:
-        _gym().create_dataset(task, seed=0, size=1, **options)
+        gym.create_dataset(task, seed=0, size=1, **options)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"data.reasoning_gym.options={json.dumps(options)} does not suit the task {task}: "
                           f"{error}.") from None  # fmt: skip

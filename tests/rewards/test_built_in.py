@@ -1,5 +1,7 @@
 """The built-in functions, one by one; expected scores by hand or from a paper."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,18 @@ def test_adv_15_overlong_shaping(length, score):
 def test_adv_15_lengths_that_mean_nothing_are_refused(buffer, limit):
     with pytest.raises(ValueError, match=f"buffer={buffer} must lie between 1 and max_length={limit}"):
         overlong(sample("", response_tokens=3, max_response_tokens=limit), buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "call"),
+    [
+        ("math_verify", "miniverl.rewards.math_answer", "prepare()"),
+        ("reasoning_gym", "miniverl.rewards.reasoning", "prepare()"),
+        ("reasoning_gym", "miniverl.data.reasoning", "_check_task('countdown', {})"),
+    ],
+)
+def test_a_missing_library_is_told_with_what_to_install(library, module, call):
+    script = f"import sys; sys.modules[{library!r}] = None; import {module} as m; m.{call}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert library.replace("_", "-") in last and "pip install -r requirements/rewards.txt" in last

@@ -218,13 +218,17 @@ def test_the_process_is_light_and_runs_functions_on_its_main_thread(pool):
     assert verdict.score != os.getpid()
 
 
-def test_processes_die_with_the_driver():
+def test_busy_processes_die_with_the_driver():
     script = f"""
-import os, signal, sys
+import os, signal, threading, time
 from miniverl.rewards.pool import Call, Function, RewardPool
 from miniverl.rewards.sample import Sample
-pool = RewardPool({{"f": Function({HERE!r} + ":process", {{}})}}, 1, 5.0)
-print(int(pool.score([Call("f", Sample("s", "", ""))])[0].score), flush=True)
+functions = {{name: Function({HERE!r} + ":" + name, {{}}) for name in ("process", "obey")}}
+pool = RewardPool(functions, 1, 60.0)
+print(int(pool.score([Call("process", Sample("s", "", ""))])[0].score), flush=True)
+busy = [Call("obey", Sample("s", "", "loop"))]
+threading.Thread(target=pool.score, args=(busy,), daemon=True).start()
+time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
