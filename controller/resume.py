@@ -40,6 +40,7 @@ MAY_DIFFER = (
     "rollout.max_batch_rows",
     "rollout.cuda_graphs",
     "rollout.engine",
+    "reward.workers",
 )
 """Keys that may change between a checkpoint and the run that goes on from it: none of them alters the
 numbers. `trainer.steps` may only with a constant learning rate."""
