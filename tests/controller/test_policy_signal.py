@@ -11,9 +11,12 @@ import torch
 from miniverl.config import ConfigError, RunError
 from miniverl.config_policy import CorrectionConfig
 from miniverl.controller.experience import is_mixed
+from miniverl.controller.group import WorkerGroup
 from miniverl.controller.off_policy import correct, masked
+from miniverl.controller.policy_signal import PolicyGradient
+from miniverl.controller.pool import LocalPool
 from miniverl.main import compose
-from miniverl.types import Rollout
+from miniverl.types import PolicyTargets, Rollout
 from tests.tiny_models import rollout
 
 
@@ -66,6 +69,39 @@ def group(*verdicts: float | None) -> Sequence[Rollout]:
     base = rollout([1], [4])
     return [base if v is None else replace(base, rewards={"exact_match": v, "shaping": i})
             for i, v in enumerate(verdicts)]
+
+
+def test_the_nll_of_right_responses_is_a_mean_over_their_tokens_in_the_mini_batch():
+    """With the engine's log-probs as the old ones, no worker is asked: the batches are the signal's alone."""
+    c = compose(
+        [
+            "+experiment=grpo_demo",
+            "algo.policy.kl=null",
+            "algo.policy.positive_nll_coef=0.1",
+            "algo.policy.mini_batches=2",
+            "algo.policy.epochs=2",
+            "algo.policy.correction.old_log_probs=engine",
+        ]
+    )
+    signal = PolicyGradient(c, "exact_match", WorkerGroup(LocalPool(c.placement, "cpu"), "actor"))
+    rows = [
+        replace(
+            rollout([1], list(range(4, 4 + length)), finish="stop"),
+            uid=uid,
+            sample=k,
+            reward=right,
+            rewards={"exact_match": right},
+        )
+        for uid in ("a", "b")
+        for k, (length, right) in enumerate([(3, 1.0), (2, 0.0), (1, 1.0)])
+    ]
+    updates, _ = signal(rows, 0)
+    assert [len(u) for u in updates] == [3, 3, 3, 3]
+    for update in updates:
+        assert isinstance(update.targets, PolicyTargets) and update.targets.nll_weights_M is not None
+        torch.testing.assert_close(
+            update.targets.nll_weights_M, torch.tensor([0.25, 0.25, 0.25, 0, 0, 0.25])
+        )
 
 
 def test_groups_are_kept_by_the_accuracy_metric_alone():
@@ -124,6 +160,8 @@ def test_each_learns_logs_and_resumes_exactly(tmp_path, algo, more, wanted):
     run(whole, make_plan(whole))
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(any(name in row for row in rows) for name in wanted), sorted({k for r in rows for k in r})
+    if "algo.policy.kl_stop=1e-9" in more:  # on policy the first of three has no KL, the second has
+        assert [row["actor/updates_left_out"] for row in rows if "actor/lr" in row] == [1.0, 1.0]
     found = checkpoints(tmp_path / "whole" / "checkpoints")
     again = compose(settings(tmp_path / "again", algo, f"trainer.resume={found[0].path}", *more))
     run(again, make_plan(again))
