@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,8 @@ from miniverl.controller.scoring import Scoring, accuracy_name, open_rewards
 from miniverl.controller.signals import Distillation, Signal
 from miniverl.controller.supervised import Lesson, Supervised
 from miniverl.controller.supervised_signals import CachedTeacher, Imitation, PackedTexts, Preference
-from miniverl.controller.teachers import Teachers
 from miniverl.controller.trainer import Loop, Trainer, fit
-from miniverl.data.preflight import check_tokenizers, stop_ids
+from miniverl.data.preflight import check_tokenizers, check_vocabulary, stop_ids
 from miniverl.data.prompts import Data, open_data
 from miniverl.data.target_cache import TargetCache
 from miniverl.models.load import eos_ids, load_tokenizer
@@ -97,7 +98,8 @@ def assemble(
     """Workers into the pool, and the page over them. rewards: the scoring of training and of held-out
     rollouts."""
     vocabulary = len(tokenizer)
-    targets = _cached_targets(config, pool, data, vocabulary, device)
+    site = _Site(config, roles, pool, vocabulary, device)
+    targets = _cached_targets(site, data)
     pool.build("actor", Actor, config, vocabulary, device)
     pool.build("rollout", RolloutWorker, config, colocated("actor"))
     actor, rollout = WorkerGroup(pool, "actor"), WorkerGroup(pool, "rollout")
@@ -119,83 +121,69 @@ def assemble(
     )
     evaluate = Evaluator(rollout, data.held_out, held_out, rewards[1])
     if config.algo.supervised:
-        lesson = _lesson(config, roles, pool, actor, vocabulary, device, targets)
+        lesson = _lesson(site, actor, targets)
         return Supervised(config, data, tokenizer, sampling, actor, rollout, lesson, evaluate, record)
     accuracy = accuracy_name(config)
     experience = Experience(config, data.train, sampling, rollout, rewards[0], accuracy, record.timers)
-    signal = _signal(config, roles, pool, actor, vocabulary, device, accuracy)
+    signal = _signal(site, actor, accuracy)
     return Trainer(config, data, tokenizer, actor, rollout, experience, signal, evaluate, record)
 
 
-def _signal(
-    config: Config,
-    roles: tuple[str, ...],
-    pool: Pool,
-    actor: WorkerGroup,
-    vocabulary: int,
-    device: str,
-    accuracy: str,
-) -> Signal:
+@dataclass(frozen=True)
+class _Site:
+    """Where workers are built, and what all of them are told."""
+
+    config: Config
+    roles: tuple[str, ...]
+    pool: Pool
+    vocabulary: int
+    device: str
+
+    def group(self, role: str, worker: Callable[..., Any], *first: Any) -> WorkerGroup | None:
+        """The workers of `role`, built; None where the plan has no such role."""
+        if role not in self.roles:
+            return None
+        self.pool.build(role, worker, self.config, *first, self.vocabulary, self.device)
+        return WorkerGroup(self.pool, role)
+
+    def reference(self) -> WorkerGroup | None:
+        """A frozen copy of the starting student; None also where the actor's own base takes its place."""
+        return self.group("reference", partial(Reference, role="student"), self.config.model.student)
+
+
+def _signal(site: _Site, actor: WorkerGroup, accuracy: str) -> Signal:
     """The workers that the objective asks, and the object that asks them."""
-    groups: dict[str, WorkerGroup] = {}
-    for role, worker, args in (
-        ("teacher", Reference, (config, config.model.teacher, vocabulary, device)),
-        ("critic", Critic, (config, vocabulary, device)),
-        ("process_reward", ProcessReward, (config, vocabulary, device)),
-    ):
-        if role in roles:
-            pool.build(role, worker, *args)
-            groups[role] = WorkerGroup(pool, role)
-    if config.algo.name == "gkd":
+    teacher = site.group("teacher", Reference, site.config.model.teacher)
+    if site.config.algo.name == "gkd" and teacher is not None:
         actor.all(Actor.attach_teacher, colocated("teacher", "head"))
-        return Distillation(groups["teacher"])
-    teacher = groups.get("teacher")
+        return Distillation(teacher)
     return PolicyGradient(
-        config,
+        site.config,
         accuracy,
         actor,
-        _reference(config, roles, pool, vocabulary, device),
-        groups.get("critic"),
-        groups.get("process_reward"),
-        None if teacher is None else Teachers(teacher, config.rollout.temperature),
+        site.reference(),
+        site.group("critic", Critic),
+        site.group("process_reward", ProcessReward),
+        teacher,
     )
 
 
-def _cached_targets(
-    config: Config, pool: Pool, data: Data, vocabulary: int, device: str
-) -> TargetCache | None:
+def _cached_targets(site: _Site, data: Data) -> TargetCache | None:
     """Before the student loads, so that it and the teacher never share the device."""
-    teacher = config.model.teacher
-    if config.algo.name != "kd" or teacher is None:
+    teacher = site.config.model.teacher
+    if site.config.algo.name != "kd" or teacher is None:
         return None
-    return open_targets(config, teacher, data.train, pool, vocabulary, device, say)
+    return open_targets(site.config, teacher, data.train, site.pool, site.vocabulary, site.device, say)
 
 
-def _lesson(
-    config: Config,
-    roles: tuple[str, ...],
-    pool: Pool,
-    actor: WorkerGroup,
-    vocabulary: int,
-    device: str,
-    targets: TargetCache | None,
-) -> Lesson:
+def _lesson(site: _Site, actor: WorkerGroup, targets: TargetCache | None) -> Lesson:
     """The same for what is learned from dataset responses."""
+    config = site.config
     if targets is not None:
         return CachedTeacher(targets)
     if config.algo.name == "preference":
-        return Preference(config, actor, _reference(config, roles, pool, vocabulary, device))
+        return Preference(config, actor, site.reference())
     return PackedTexts(config.data.row_tokens) if config.algo.name == "pretrain" else Imitation()
-
-
-def _reference(
-    config: Config, roles: tuple[str, ...], pool: Pool, vocabulary: int, device: str
-) -> WorkerGroup | None:
-    """A frozen copy of the starting student; None where nothing, or the actor's own base, takes its place."""
-    if "reference" not in roles:
-        return None
-    pool.build("reference", Reference, config, config.model.student, vocabulary, device, "student")
-    return WorkerGroup(pool, "reference")
 
 
 @contextlib.contextmanager
@@ -237,6 +225,8 @@ def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]
             config.data.chat_template_kwargs,
         ):
             say(note)
+    if config.model.critic is not None:  # it reads the student's ids, whatever it starts from
+        check_vocabulary("critic", tokenizer, load_tokenizer("critic", config.model.critic))
     k = config.algo.teacher_top_k
     if k is not None and k > len(tokenizer):
         raise ConfigError(

@@ -62,11 +62,3 @@ def padded(rows: Sequence[Tensor], like_NT: Tensor) -> Tensor:
     for i, row in enumerate(rows):
         found_NT[i, : len(row)] = row.to(like_NT)
     return found_NT
-
-
-def explained_variance(values_M: Tensor, returns_M: Tensor) -> float | None:
-    """1 − Var(R − V) / Var(R): 1 = the values are the returns, 0 = no better than their mean. None where the
-    returns do not vary."""
-    if len(returns_M) < 2 or float(returns_M.var()) < 1e-12:
-        return None
-    return 1 - float((returns_M - values_M).var()) / float(returns_M.var())

@@ -69,7 +69,8 @@ class Experience:
         with self.timers("reward"):
             rollouts, metrics = self.score(prompts, groups)
         if c.algo.name == "policy_gradient" and c.algo.policy.advantage == "remax":
-            greedy = self._greedy_rewards(prompts)
+            greedy, told = self._greedy_rewards(prompts)
+            metrics |= {f"greedy/{name}": number for name, number in told.items()}
             # Where the greedy response's call failed there is no baseline, and 0 would be a verdict.
             rollouts = [
                 replace(r, greedy_reward=greedy[r.uid], reward=None if greedy[r.uid] is None else r.reward)
@@ -77,13 +78,16 @@ class Experience:
             ]
         return prompts, rollouts, metrics
 
-    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Mapping[str, float | None]:
-        """The reward of each prompt's most likely response, by uid."""
+    def _greedy_rewards(
+        self, prompts: Sequence[Prompt]
+    ) -> tuple[Mapping[str, float | None], dict[str, float]]:
+        """The reward of each prompt's most likely response, by uid, and the scoring's numbers."""
         sampling = replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
         with self.timers("gen"):
             groups = self.rollout.map(RolloutWorker.generate, prompts, sampling, n=1, lam=1.0)
         with self.timers("reward"):
-            return {r.uid: r.reward for r in self.score(prompts, groups)[0]}
+            rollouts, metrics = self.score(prompts, groups)
+        return {r.uid: r.reward for r in rollouts}, metrics
 
     def _check_bounds(self, batches: int, kept: int, seconds: float) -> None:
         policy, wanted = self.config.algo.policy, self.config.trainer.prompts_per_step

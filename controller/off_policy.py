@@ -47,16 +47,14 @@ def correct(trainer: Sequence[Tensor], engine: Sequence[Tensor], config: Correct
     weights = kept = None
     metrics: dict[str, float] = {}
     if config.truncate is not None:
-        raw = [_per_sequence(x, x.sum()) if config.truncate == "sequence" else x for x in log_w]
+        raw = [x.sum().expand_as(x) if config.truncate == "sequence" else x for x in log_w]
         weights = [x.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp().clamp(max=config.cap) for x in raw]
         flat = torch.cat([w.flatten() for w in weights])
         if len(flat):
             metrics["rollout_corr/weight_mean"] = float(flat.mean())
             metrics["rollout_corr/truncated_share"] = float((flat >= config.cap).float().mean())
     if config.mask is not None:
-        ratios = [
-            (_per_sequence(x, x.mean()) if config.mask == "sequence" and len(x) else x).exp() for x in log_w
-        ]
+        ratios = [(x.mean().expand_as(x) if config.mask == "sequence" else x).exp() for x in log_w]
         kept = [(w >= config.mask_low) & (w <= config.mask_high) for w in ratios]
         flat = torch.cat(kept)
         if len(flat):
@@ -81,7 +79,3 @@ def mismatch(trainer: Sequence[Tensor], engine: Sequence[Tensor]) -> dict[str, f
         "training/rollout_probs_diff_mean": float(difference_M.mean()),
         "training/rollout_probs_diff_max": float(difference_M.max()),
     }
-
-
-def _per_sequence(like: Tensor, value: Tensor) -> Tensor:
-    return value.expand_as(like)

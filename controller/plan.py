@@ -82,8 +82,8 @@ def make_plan(config: Config) -> Plan:
             "none that torch can use. The same recipe runs here on the embedded models with model=demo "
             "placement=local placement.device=auto (or placement=one_gpu)."
         )
-    for role, model in (("student", config.model.student), ("teacher", config.model.teacher)):
-        if model is not None and model.quantization == "nf4" and find_spec("bitsandbytes") is None:
+    for role, model in config.model.given().items():
+        if model.quantization == "nf4" and find_spec("bitsandbytes") is None:
             obstacles.append(
                 f"model.{role}.quantization=nf4 needs bitsandbytes: pip install -r requirements/nf4.txt, or "
                 f"set model.{role}.quantization=none."
@@ -124,8 +124,8 @@ def _check_positions(config: Config) -> None:
     longest = config.data.max_prompt_length + response
     if config.algo.name == "pretrain":
         _check_row(config)
-    for role, model in (("student", config.model.student), ("teacher", config.model.teacher)):
-        found = read_config(model.path) if model is not None else None
+    for role, model in config.model.given().items():
+        found = read_config(model.path)
         positions = (found or {}).get("max_position_embeddings") or (found or {}).get("n_positions")
         if positions is not None and longest > positions:
             raise ConfigError(

@@ -15,12 +15,12 @@ from torch import Tensor
 from miniverl.algos import kl
 from miniverl.algos.advantages import ESTIMATORS, Advantages, Episode, Settings, opd
 from miniverl.algos.covariance import covariance, drawn_between, highest
+from miniverl.algos.value import explained_variance
 from miniverl.config import Config
 from miniverl.config_policy import COVARIANCE, GROUP_BASELINES, PolicyConfig
-from miniverl.controller.episodes import episodes, explained_variance, learnable, padded
+from miniverl.controller.episodes import episodes, learnable, padded
 from miniverl.controller.group import WorkerGroup
 from miniverl.controller.off_policy import correct, engine_log_probs, masked, mismatch
-from miniverl.controller.teachers import Teachers
 from miniverl.controller.update import adapt
 from miniverl.pack import mini_batches, pack
 from miniverl.types import Batch, OutcomeTargets, PolicyTargets, Rollout, ValueTargets
@@ -43,7 +43,7 @@ class PolicyGradient:
     """None = the actor's own base, under its adapter; asked only where something needs it."""
     critic: WorkerGroup | None = None
     process_reward: WorkerGroup | None = None
-    teachers: Teachers | None = None
+    teacher: WorkerGroup | None = None
 
     @property
     def learners(self) -> tuple[WorkerGroup, ...]:
@@ -92,9 +92,9 @@ class PolicyGradient:
         if policy.kl_in_reward is not None:
             episode, told = self._with_kl(episode, scored)
             metrics |= told
-        if self.teachers is not None:
-            gap = self.teachers.gap(scored.rollouts, scored.batch)
-            episode = replace(episode, teacher_gap_NT=padded(gap, episode.mask_NT) * policy.teacher_coef)
+        if self.teacher is not None:
+            gap_NT = padded(self._teacher_gap(self.teacher, scored), episode.mask_NT)
+            episode = replace(episode, teacher_gap_NT=gap_NT * policy.teacher_coef)
         if policy.advantage == "remax":
             greedy = [r.greedy_reward for r in scored.rollouts if r.greedy_reward is not None]
             episode = replace(episode, greedy_scores_N=torch.tensor(greedy))
@@ -122,6 +122,12 @@ class PolicyGradient:
             return self.actor.rows(Actor.reference_log_probs, batch, temperature)
         return self.reference.rows(Reference.log_probs, batch, temperature)
 
+    def _teacher_gap(self, teacher: WorkerGroup, scored: _Scored) -> list[Tensor]:
+        """log p(teacher) − log q(behaviour) of each rollout's tokens; the behaviour is what drew them, hence
+        the engine's own log-probs."""
+        theirs = teacher.rows(Reference.log_probs, scored.batch, self.config.rollout.temperature)
+        return [p - q for p, q in zip(theirs, engine_log_probs(scored.rollouts), strict=True)]
+
     def _with_kl(self, episode: Episode, scored: _Scored) -> tuple[Episode, dict[str, float]]:
         """Token rewards less the KL to the reference, and its coefficient's next value."""
         policy = self._policy
@@ -140,17 +146,19 @@ class PolicyGradient:
     def _process_rewards(self, scored: _Scored) -> tuple[list[Tensor], dict[str, float]]:
         """Of each rollout's tokens, after the model has learned from the rollouts' outcomes."""
         assert self.process_reward is not None
-        outcomes = [
-            torch.full_like(old, _right(r, self.accuracy))
-            for r, old in zip(scored.rollouts, scored.old, strict=True)
-        ]
-        targets = OutcomeTargets(torch.cat(scored.reference), torch.cat(outcomes))
+        targets = OutcomeTargets(torch.cat(scored.reference), self._right(scored))
         pieces = mini_batches(replace(scored.batch, targets=targets), self._policy.mini_batches)
         metrics = self.process_reward.reduce_each(ProcessReward.update, pieces)
         temperature = self.config.rollout.temperature
         own = self.process_reward.rows(ProcessReward.log_probs, scored.batch, temperature)
         beta = self._policy.prime.beta
         return [beta * (a - b) for a, b in zip(own, scored.reference, strict=True)], metrics
+
+    def _right(self, scored: _Scored) -> Tensor:
+        """1 at the tokens of responses that the accuracy metric calls right, else 0, `[M]`."""
+        verdicts = [r.rewards.get(self.accuracy, 0.0) >= 1.0 for r in scored.rollouts]
+        rows = zip(verdicts, scored.old, strict=True)
+        return torch.cat([torch.full_like(old, float(right)) for right, old in rows])
 
     def _learn_values(
         self, critic: WorkerGroup, batch: Batch, values_M: Tensor, returns_M: Tensor
@@ -166,16 +174,12 @@ class PolicyGradient:
         """Mini-batches with their targets, once per epoch."""
         policy = self._policy
         asked = policy.positive_nll_coef > 0
-        right = [
-            torch.full_like(old, _right(r, self.accuracy) if asked else 0.0)
-            for r, old in zip(scored.rollouts, scored.old, strict=True)
-        ]
         targets = PolicyTargets(
             advantages_M,
             torch.cat(scored.old),
             torch.cat(scored.reference) if policy.kl is not None else None,
             weights_M=None if scored.weights is None else torch.cat(scored.weights),
-            nll_weights_M=torch.cat(right) if asked else None,
+            nll_weights_M=self._right(scored) if asked else None,
         )
         pieces = mini_batches(replace(scored.batch, targets=targets), policy.mini_batches)
         return [self._whole(piece, scored.rollouts) for piece in pieces] * policy.epochs
@@ -235,11 +239,6 @@ def _settings(policy: PolicyConfig) -> Settings:
         process_coef=policy.prime.process_coef,
         outcome_coef=policy.prime.outcome_coef,
     )
-
-
-def _right(rollout: Rollout, accuracy: str) -> float:
-    """1 = the accuracy metric calls the response right."""
-    return float(rollout.rewards.get(accuracy, 0.0) >= 1.0)
 
 
 def _described(advantages_M: Tensor) -> dict[str, float]:

@@ -68,6 +68,11 @@ class ModelsConfig:
     requires_cuda: bool = False
     """These models are too heavy for a CPU: refuse a machine without a CUDA GPU before anything loads."""
 
+    def given(self) -> dict[str, ModelConfig]:
+        """The models that the config names, by role."""
+        named = {"student": self.student, "teacher": self.teacher, "critic": self.critic}
+        return {role: model for role, model in named.items() if model is not None}
+
 
 @dataclass(frozen=True, config=_strict)
 class RolloutConfig:
@@ -260,12 +265,10 @@ def _roles(c: Config) -> None:
     if c.algo.name == "kd" and c.algo.teacher_top_k is None:
         raise ConfigError("algo.name=kd keeps the teacher's targets on disk, where full distributions "
                           "would not fit: set algo.teacher_top_k (algo=kd sets 32).")
-    for role, m in (("student", c.model.student), ("teacher", c.model.teacher)):
-        if m is None:
-            continue
-        if role == "student" and m.quantization != "none" and m.lora is None:
-            raise ConfigError(f"model.student.quantization={m.quantization} freezes the weights: add "
-                              "model.student.lora.rank=16, or use quantization=none.")
+    for role, m in c.model.given().items():
+        if role != "teacher" and m.quantization != "none" and m.lora is None:
+            raise ConfigError(f"model.{role}.quantization={m.quantization} freezes the weights: add "
+                              f"model.{role}.lora.rank=16, or use quantization=none.")
         if role == "teacher" and m.lora is not None:
             raise ConfigError("model.teacher.lora is set, but a teacher is never trained: remove it.")
         if role == "teacher" and m.init == "random":
@@ -277,13 +280,13 @@ def _roles(c: Config) -> None:
 
 
 def _precision(c: Config) -> None:
-    student = c.model.student
-    if student.lora is None and student.dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"model.student.dtype={student.dtype} with all weights trained: an update of usual size is below "
-            "what such a weight can hold, so it would be lost. Use dtype=float32, or train an adapter "
-            "(model.student.lora.rank=16)."
-        )
+    for role, m in c.model.given().items():
+        if role != "teacher" and m.lora is None and m.dtype in ("bfloat16", "float16"):
+            raise ConfigError(
+                f"model.{role}.dtype={m.dtype} with all weights trained: an update of usual size is below "
+                "what such a weight can hold, so it would be lost. Use dtype=float32, or train an adapter "
+                f"(model.{role}.lora.rank=16)."
+            )
 
 
 def _lora(c: Config) -> None:

@@ -187,8 +187,8 @@ def check_policy(c: Config) -> None:
                           "only; use algo.lam=1.")
     for check in (_groups, _kl, _batches, _teacher, _correction):
         check(c, c.algo.policy)
-    if c.data.source == "files" and c.data.answer_key is None and not c.reward.functions and (
-            c.algo.policy.uses_rewards):
+    scored_by_answer = c.algo.policy.uses_rewards and not c.reward.functions
+    if c.data.source == "files" and c.data.answer_key is None and scored_by_answer:
         raise ConfigError("algo.name=policy_gradient learns from a score against an answer: name its column "
                           "with data.answer_key=….")
 

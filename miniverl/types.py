@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -104,20 +104,29 @@ class Rollout:
         )
 
 
+class _PerToken:
+    """Targets: each tensor of them has one row per trained token."""
+
+    __slots__ = ()
+
+    def rows(self, index: torch.Tensor) -> Self:
+        """The targets of the trained tokens at `index`; what is no tensor belongs to all of them."""
+        this: Any = self
+        held = {f.name: getattr(this, f.name) for f in fields(this)}
+        return replace(this, **{name: x[index] for name, x in held.items() if isinstance(x, torch.Tensor)})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class TopKTargets:
+class TopKTargets(_PerToken):
     """What a teacher says of each trained token: its K most likely ids and their log-probs (over the common
     vocabulary, at the run's temperature). The rest of its mass is the tail bucket."""
 
     ids_MK: torch.Tensor
     log_probs_MK: torch.Tensor
 
-    def rows(self, index: torch.Tensor) -> TopKTargets:
-        return TopKTargets(self.ids_MK[index], self.log_probs_MK[index])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HiddenTargets:
+class HiddenTargets(_PerToken):
     """The teacher's last hidden state before its head: the full distribution in H numbers instead of V.
 
     The head itself is handed over once per run (`Head`), because the teacher never changes.
@@ -125,12 +134,9 @@ class HiddenTargets:
 
     hidden_MH: torch.Tensor
 
-    def rows(self, index: torch.Tensor) -> HiddenTargets:
-        return HiddenTargets(self.hidden_MH[index])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PolicyTargets:
+class PolicyTargets(_PerToken):
     """What a policy gradient needs of each trained token."""
 
     advantages_M: torch.Tensor
@@ -147,37 +153,27 @@ class PolicyTargets:
     """Weight of each token's NLL: 1 / (tokens of right responses in the mini-batch), 0 in wrong ones; None
     without that term."""
 
-    def rows(self, index: torch.Tensor) -> PolicyTargets:
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x[index] for name, x in held.items() if x is not None})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ValueTargets:
+class ValueTargets(_PerToken):
     """What a critic learns of each trained token."""
 
     returns_M: torch.Tensor
     old_values_M: torch.Tensor
     """Its own, before the update."""
 
-    def rows(self, index: torch.Tensor) -> ValueTargets:
-        return ValueTargets(self.returns_M[index], self.old_values_M[index])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutcomeTargets:
+class OutcomeTargets(_PerToken):
     """What a process reward model learns of each response: whether it is right."""
 
     ref_log_probs_M: torch.Tensor
     outcomes_M: torch.Tensor
     """In [0, 1], the same for every token of a response."""
 
-    def rows(self, index: torch.Tensor) -> OutcomeTargets:
-        return OutcomeTargets(self.ref_log_probs_M[index], self.outcomes_M[index])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreferenceTargets:
+class PreferenceTargets(_PerToken):
     """What a preference loss needs of each trained token: the verdict on its response, and the reference."""
 
     preferred_M: torch.Tensor
@@ -186,14 +182,6 @@ class PreferenceTargets:
     """Of the reference, at temperature 1; None where the loss has none."""
     kl: float = 0.0
     """KTO's z₀, one number of the global batch."""
-
-    def rows(self, index: torch.Tensor) -> PreferenceTargets:
-        ref_M = self.ref_log_probs_M
-        return replace(
-            self,
-            preferred_M=self.preferred_M[index],
-            ref_log_probs_M=None if ref_M is None else ref_M[index],
-        )
 
 
 Targets = (

@@ -361,3 +361,19 @@ def test_the_big_recipe_runs_small() -> None:
     assert not config.model.requires_cuda
     assert config.placement.kind == "local"
     assert config.model.student.lora is not None, "the recipe's own settings stay"
+
+
+# The critic is trained, so what holds for the student holds for it
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("model.critic={path: embedded:teacher, dtype: bfloat16}", ("model.critic.dtype=bfloat16", "lost")),
+        ("model.critic={path: embedded:teacher, quantization: nf4}", ("model.critic.quantization", "lora")),
+    ],
+)
+def test_a_critic_that_could_not_learn_is_refused(override: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(["+experiment=grpo_demo", "algo=ppo", override])
+    assert all(name in str(refused.value) for name in names)

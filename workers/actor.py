@@ -145,13 +145,13 @@ class Actor:
         if self.model.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.model.device)
         with os_errors():
-            save_file(state, path / "rng.safetensors")
+            save_file(state, path / "actor.safetensors")
 
     def load(self, directory: str) -> None:
         """Take up where `save` left off."""
         path = Path(directory)
         self.optimizer.load(path)
-        state = load_file(path / "rng.safetensors")
+        state = load_file(path / "actor.safetensors")
         self.kl_coef = float(state["kl_coef"])
         torch.set_rng_state(state["cpu"])
         if "cuda" in state and self.model.device.type == "cuda":

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from miniverl.algos.aggregate import aggregate
 from miniverl.algos.value import value_loss
 from miniverl.config import Config
 from miniverl.metrics import Mean, Metric, Sum, merge
@@ -19,6 +18,7 @@ from miniverl.models.forward import hidden_before_trained
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
 from miniverl.types import Batch, ValueTargets
+from miniverl.workers.layout import Layout
 from miniverl.workers.log_probs import per_row
 from miniverl.workers.optimizer import Optimizer
 
@@ -27,7 +27,7 @@ class Critic:
     def __init__(self, config: Config, vocab_size: int, device: str) -> None:
         self.config = config
         loaded = load_model(
-            "critic",
+            "student" if config.model.critic is None else "critic",
             config.model.critic or config.model.student,
             vocab_size=vocab_size,
             device=torch.device(device),
@@ -92,30 +92,21 @@ class Critic:
     def _backward(self, batch: Batch) -> dict[str, Metric]:
         if not isinstance(batch.targets, ValueTargets):
             raise ValueError("a critic learns from returns; the batch carries none")
-        values_M, counts = self._values(batch), batch.trained_per_row()
-
-        def padded(flat_M: Tensor) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(flat_M.to(values_M).split(counts)), batch_first=True)
-
-        mask_NT = padded(torch.ones_like(values_M))
-        old_NT, returns_NT = padded(batch.targets.old_values_M), padded(batch.targets.returns_M)
+        policy, values_M = self.config.algo.policy, self._values(batch)
+        layout = Layout(batch, values_M.detach(), self.config.rollout.max_response_length)
         loss_NT, clipped = value_loss(
-            padded(values_M), old_NT, returns_NT, mask_NT, self.config.algo.policy.critic.clip
+            layout.padded(values_M),
+            layout.padded(batch.targets.old_values_M),
+            layout.padded(batch.targets.returns_M),
+            layout.mask_NT,
+            policy.critic.clip,
         )
-        loss = aggregate(
-            loss_NT,
-            mask_NT,
-            self.config.algo.policy.aggregation,
-            tokens=batch.trained_tokens,
-            sequences=batch.trained_sequences,
-            horizon=self.config.rollout.max_response_length,
-        )
+        loss = layout.reduced(loss_NT, policy.aggregation)
         loss.backward()
-        tokens = sum(counts)
         return {
             "critic/vf_loss": Sum(float(loss.detach())),
-            "critic/vf_clipfrac": Mean(float(clipped), tokens),
-            "critic/vpred_mean": Mean(float(values_M.detach().sum()), tokens),
+            "critic/vf_clipfrac": Mean(float(clipped), len(values_M)),
+            "critic/vpred_mean": Mean(float(values_M.detach().sum()), len(values_M)),
         }
 
 

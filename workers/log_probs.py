@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miniverl.algos.chunked import token_log_probs
+from miniverl.algos.chunked import log_probs_and_entropy, token_log_probs
 from miniverl.config import Config
 from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import LoadedModel
@@ -21,6 +21,20 @@ def per_row(batch: Batch, budget_tokens: int, of: Callable[[Batch], Tensor]) -> 
     for piece in micro_batches(batch, budget_tokens):
         found |= zip(piece.rows, of(piece).cpu().split(piece.trained_per_row()), strict=True)
     return [found[row] for row in batch.rows]
+
+
+def differentiable_log_probs(
+    model: LoadedModel, batch: Batch, config: Config, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log q of a micro-batch's trained tokens and the entropy of their distributions, `[M]` each, for a loss
+    whose slope depends on all of them."""
+    return log_probs_and_entropy(
+        hidden_before_trained(model.backbone, batch),
+        model.head,
+        trained_token_ids(batch),
+        temperature=temperature,
+        chunk_tokens=config.algo.loss_chunk_tokens,
+    )
 
 
 @torch.no_grad()

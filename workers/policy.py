@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from miniverl.algos import kl, policy_losses
-from miniverl.algos.aggregate import aggregate
-from miniverl.algos.chunked import log_probs_and_entropy
 from miniverl.algos.policy_losses import FIXED_AGGREGATION, ClipSettings
 from miniverl.config import Config
 from miniverl.config_policy import PolicyConfig
 from miniverl.metrics import Mean, Metric, Sum
-from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import LoadedModel
 from miniverl.types import Batch, PolicyTargets
+from miniverl.workers.layout import Layout
+from miniverl.workers.log_probs import differentiable_log_probs
 
 
 def policy_loss(
@@ -32,60 +31,60 @@ def policy_loss(
     policy, targets = config.algo.policy, batch.targets
     if not isinstance(targets, PolicyTargets):
         raise ValueError("a policy gradient needs advantages and old log-probs; the batch carries none")
-    log_probs_M, entropy_M = log_probs_and_entropy(
-        hidden_before_trained(model.backbone, batch),
-        model.head,
-        trained_token_ids(batch),
-        temperature=config.rollout.temperature,
-        chunk_tokens=config.algo.loss_chunk_tokens,
-    )
-    per_row = batch.trained_per_row()
-
-    def padded(flat_M: Tensor) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(list(flat_M.to(log_probs_M).split(per_row)), batch_first=True)
-
-    def reduced(values_NT: Tensor, mode: str) -> Tensor:
-        return aggregate(
-            values_NT,
-            mask_NT,
-            mode,
-            tokens=batch.trained_tokens,
-            sequences=batch.trained_sequences,
-            horizon=config.rollout.max_response_length,
-        )
-
-    mask_NT = padded(torch.ones_like(log_probs_M))
-    log_probs_NT, old_NT = padded(log_probs_M), padded(targets.old_log_probs_M)
+    log_probs_M, entropy_M = differentiable_log_probs(model, batch, config, config.rollout.temperature)
+    layout = Layout(batch, log_probs_M.detach(), config.rollout.max_response_length)
+    log_probs_NT, old_NT = layout.padded(log_probs_M), layout.padded(targets.old_log_probs_M)
     found = policy_losses.LOSSES[policy.loss](
         log_probs_NT,
         old_NT,
-        padded(targets.advantages_M),
-        mask_NT,
-        _clip(policy, kl_coef, None if targets.selected_M is None else padded(targets.selected_M)),
+        layout.padded(targets.advantages_M),
+        layout.mask_NT,
+        _clip(policy, kl_coef, None if targets.selected_M is None else layout.padded(targets.selected_M)),
     )
-    loss_NT = found.loss_NT if targets.weights_M is None else found.loss_NT * padded(targets.weights_M)
-    tokens = sum(per_row)
-    loss = reduced(loss_NT, FIXED_AGGREGATION.get(policy.loss, policy.aggregation))
+    loss_NT = found.loss_NT if targets.weights_M is None else found.loss_NT * layout.padded(targets.weights_M)
+    loss = layout.reduced(loss_NT, FIXED_AGGREGATION.get(policy.loss, policy.aggregation))
+    tokens = len(entropy_M)
     metrics: dict[str, Metric] = {
         "actor/pg_loss": Sum(float(loss.detach())),
         "actor/entropy": Mean(float(entropy_M.detach().sum()), tokens),
         # the losses without a ratio do not report it themselves, and an early stop looks at it
-        "actor/ppo_kl": Mean(float(((old_NT - log_probs_NT.detach()) * mask_NT).sum()), tokens),
+        "actor/ppo_kl": Mean(float((old_NT - log_probs_NT.detach()).sum()), tokens),
         **{name: Mean(float(total.detach()), tokens) for name, total in found.metrics.items()},
     }
     if policy.entropy_coef:
-        loss = loss - policy.entropy_coef * reduced(padded(entropy_M), policy.aggregation)
-    if policy.kl is not None and targets.ref_log_probs_M is not None:
-        kl_NT = kl.ESTIMATORS[policy.kl](log_probs_NT, padded(targets.ref_log_probs_M))
-        weight = policy.kl_coef if policy.loss == "ppo_kl" else kl_coef
-        loss = loss + weight * reduced(kl_NT, policy.aggregation)
-        metrics["actor/kl_loss"] = Mean(float((kl_NT.detach() * mask_NT).sum()), tokens)
-    if targets.nll_weights_M is not None:
-        weights_NT = padded(targets.nll_weights_M)
-        nll_NT = torch.where(weights_NT > 0, -log_probs_NT, 0.0)
-        loss = loss + policy.positive_nll_coef * (weights_NT * nll_NT).sum()
-        metrics["actor/positive_nll"] = Mean(float(nll_NT.detach().sum()), float((weights_NT > 0).sum()))
+        loss = loss - policy.entropy_coef * layout.reduced(layout.padded(entropy_M), policy.aggregation)
+    for term, told in (
+        _reference_kl(log_probs_NT, targets, layout, policy, kl_coef),
+        _positive_nll(log_probs_NT, targets, layout, policy),
+    ):
+        loss, metrics = loss + term, {**metrics, **told}
     return loss, metrics
+
+
+Term = tuple[Tensor | float, dict[str, Metric]]
+"""What is added to a loss, and its metrics; 0 and none where the algorithm has no such term."""
+
+
+def _reference_kl(
+    log_probs_NT: Tensor, targets: PolicyTargets, layout: Layout, policy: PolicyConfig, kl_coef: float
+) -> Term:
+    if policy.kl is None or targets.ref_log_probs_M is None:
+        return 0.0, {}
+    kl_NT = kl.ESTIMATORS[policy.kl](log_probs_NT, layout.padded(targets.ref_log_probs_M))
+    weight = policy.kl_coef if policy.loss == "ppo_kl" else kl_coef
+    measured = Mean(float((kl_NT.detach() * layout.mask_NT).sum()), len(targets.ref_log_probs_M))
+    return weight * layout.reduced(kl_NT, policy.aggregation), {"actor/kl_loss": measured}
+
+
+def _positive_nll(
+    log_probs_NT: Tensor, targets: PolicyTargets, layout: Layout, policy: PolicyConfig
+) -> Term:
+    if targets.nll_weights_M is None:
+        return 0.0, {}
+    weights_NT = layout.padded(targets.nll_weights_M)
+    nll_NT = torch.where(weights_NT > 0, -log_probs_NT, 0.0)
+    measured = Mean(float(nll_NT.detach().sum()), float((weights_NT > 0).sum()))
+    return policy.positive_nll_coef * (weights_NT * nll_NT).sum(), {"actor/positive_nll": measured}
 
 
 def _clip(policy: PolicyConfig, kl_coef: float, selected_NT: Tensor | None) -> ClipSettings:

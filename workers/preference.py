@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miniverl.algos.chunked import log_probs_and_entropy
 from miniverl.algos.preference import PAIR_LOSSES, LabelSettings, PairSettings, Side, kto
 from miniverl.config import Config
 from miniverl.metrics import Mean, Metric, Sum
-from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import LoadedModel
 from miniverl.types import Batch, PreferenceTargets
+from miniverl.workers.log_probs import differentiable_log_probs
 
 
 def preference_loss(model: LoadedModel, batch: Batch, config: Config) -> tuple[Tensor, dict[str, Metric]]:
@@ -26,13 +25,7 @@ def preference_loss(model: LoadedModel, batch: Batch, config: Config) -> tuple[T
     targets = batch.targets
     if not isinstance(targets, PreferenceTargets):
         raise ValueError("a preference loss needs verdicts on its responses; the batch carries none")
-    log_probs_M, entropy_M = log_probs_and_entropy(
-        hidden_before_trained(model.backbone, batch),
-        model.head,
-        trained_token_ids(batch),
-        temperature=1.0,
-        chunk_tokens=config.algo.loss_chunk_tokens,
-    )
+    log_probs_M, entropy_M = differentiable_log_probs(model, batch, config, 1.0)
     per_row = batch.trained_per_row()
     responses = _summed(log_probs_M, targets, per_row)
     firsts = torch.tensor(per_row).cumsum(0) - torch.tensor(per_row)

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from miniverl.algos.chunked import log_probs_and_entropy
 from miniverl.config import Config
 from miniverl.metrics import Mean, Metric, merge
-from miniverl.models.forward import hidden_before_trained, trained_token_ids
 from miniverl.models.load import load_model
 from miniverl.pack import micro_batches
 from miniverl.types import Batch, OutcomeTargets
-from miniverl.workers.log_probs import trained_log_probs
+from miniverl.workers.log_probs import differentiable_log_probs, trained_log_probs
 from miniverl.workers.optimizer import Optimizer
 
 
@@ -29,7 +27,7 @@ class ProcessReward:
     def __init__(self, config: Config, vocab_size: int, device: str) -> None:
         self.config = config
         self.model = load_model(
-            "process_reward",
+            "student",
             config.model.student,
             vocab_size=vocab_size,
             device=torch.device(device),
@@ -69,13 +67,8 @@ class ProcessReward:
         targets = batch.targets
         if not isinstance(targets, OutcomeTargets):
             raise ValueError("a process reward model learns from outcomes; the batch carries none")
-        log_probs_M, _ = log_probs_and_entropy(
-            hidden_before_trained(self.model.backbone, batch),
-            self.model.head,
-            trained_token_ids(batch),
-            temperature=self.config.rollout.temperature,
-            chunk_tokens=self.config.algo.loss_chunk_tokens,
-        )
+        temperature = self.config.rollout.temperature
+        log_probs_M, _ = differentiable_log_probs(self.model, batch, self.config, temperature)
         counts = batch.trained_per_row()
         ratio_M = log_probs_M - targets.ref_log_probs_M.to(log_probs_M)
         written = [i for i, count in enumerate(counts) if count]

@@ -47,7 +47,7 @@ def check_tokenizers(
     that render to other ids, other stop ids. Returns the differences that `allow` waived, as sentences for
     the record.
     """
-    _check_vocabulary(student.get_vocab(), teacher.get_vocab())
+    check_vocabulary("teacher", student, teacher)
     waived = [*_stop_difference(student_stop_ids, teacher_stop_ids),
               *_prompt_difference(student, teacher, template_kwargs)]
     if waived and mismatch == "refuse":
@@ -58,21 +58,25 @@ def check_tokenizers(
     return tuple(waived)
 
 
-def _check_vocabulary(student: dict[str, int], teacher: dict[str, int]) -> None:
-    by_id = {i: token for token, i in teacher.items()}
+def check_vocabulary(
+    role: str, student: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a `model.<role>` that reads the student's ids as other tokens (ConfigError)."""
+    ours, theirs = student.get_vocab(), other.get_vocab()
+    by_id = {i: token for token, i in theirs.items()}
     differing = []
-    for token, i in sorted(student.items(), key=lambda item: item[1]):
-        if teacher.get(token, i) != i:
-            differing.append(f"{token!r} is {i} for the student, {teacher[token]} for the teacher")
+    for token, i in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token, i) != i:
+            differing.append(f"{token!r} is {i} for the student, {theirs[token]} for the {role}")
         elif by_id.get(i, token) != token:
-            differing.append(f"id {i} is {token!r} for the student, {by_id[i]!r} for the teacher")
+            differing.append(f"id {i} is {token!r} for the student, {by_id[i]!r} for the {role}")
     if differing:
-        raise ConfigError(f"model.teacher has another vocabulary than model.student ({len(differing)} tokens "
-                          f"differ; {'; '.join(differing[:_SHOWN])}): token-level distillation needs one map "
-                          "from token to id, and model.tokenizer_mismatch=allow does not waive it. Use a "
-                          "teacher of the student's family.")
-    if not student.keys() & teacher.keys():
-        raise ConfigError("model.teacher shares no token with model.student. Use a teacher of the student's "
+        raise ConfigError(f"model.{role} has another vocabulary than model.student ({len(differing)} tokens "
+                          f"differ; {'; '.join(differing[:_SHOWN])}): it is given the student's token ids, "
+                          "and model.tokenizer_mismatch=allow does not waive it. Use a model of the "
+                          "student's family.")
+    if not ours.keys() & theirs.keys():
+        raise ConfigError(f"model.{role} shares no token with model.student. Use a model of the student's "
                           "family.")
 
 

@@ -156,7 +156,7 @@ def test_checkpoints_hold_no_pickle(straight: Path) -> None:
             "weights.safetensors",
             "optimizer.safetensors",
             "counters.safetensors",
-            "rng.safetensors",
+            "actor.safetensors",
         }
         for path in directory.iterdir():
             if path.suffix == ".safetensors":

@@ -137,8 +137,13 @@ def test_without_a_bound_dynamic_sampling_is_refused():
     ("algo", "more", "wanted"),
     [
         ("ppo", ["algo.policy.critic.warmup_steps=1"], ("critic/vf_loss", "actor/reward_kl_penalty")),
+        (
+            "ppo",
+            ["model.critic={path: embedded:teacher}", "algo.policy.critic.warmup_steps=0"],
+            ("critic/vf_loss",),
+        ),
         ("vapo", ["algo.policy.critic.warmup_steps=1"], ("critic/vf_loss", "actor/positive_nll")),
-        ("remax", [], ("actor/reward_kl_penalty_coeff",)),
+        ("remax", [], ("actor/reward_kl_penalty_coeff", "greedy/reward/failures")),
         ("prime", [], ("process_reward/loss",)),
         ("clip_cov", [], ("actor/pg_clipfrac",)),
         ("kl_cov", [], ("actor/ppo_kl",)),

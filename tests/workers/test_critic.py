@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from miniverl.algos.value import explained_variance
 from miniverl.config import AlgoConfig, Config, OptimConfig, RolloutConfig
 from miniverl.config_policy import CriticConfig, PolicyConfig, ProcessRewardConfig
-from miniverl.controller.episodes import explained_variance
 from miniverl.metrics import finalize
 from miniverl.types import Batch, OutcomeTargets, ValueTargets
 from miniverl.workers.critic import Critic
