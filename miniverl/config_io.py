@@ -16,7 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter, ValidationError
 
 from miniverl.config import Config, ConfigError
@@ -262,8 +262,13 @@ def _expected(hint: Any) -> str:
     """A type hint in words."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        positive = any(isinstance(bound, Gt) and bound.gt == 0 for bound in arguments[1:])
-        return _expected(arguments[0]) + (" above 0" if positive else "")
+        bounds = [
+            words + str(getattr(bound, name))
+            for bound in arguments[1:]
+            for kind, name, words in ((Gt, "gt", "above "), (Ge, "ge", "at least "), (Le, "le", "at most "))
+            if isinstance(bound, kind)
+        ]
+        return f"{_expected(arguments[0])} {' and '.join(bounds)}".rstrip()
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + " | ".join(map(str, arguments))
     if origin in (Union, types.UnionType):

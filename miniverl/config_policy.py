@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from miniverl.errors import ConfigError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Ge(0), Le(1)]
 Advantage = Literal[
     "gae", "grpo", "grpo_passk", "rloo", "rloo_vectorized", "grpo_vectorized", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "opd", "prime",
@@ -194,13 +195,13 @@ def check_policy(c: Config) -> None:
 
 
 def _groups(c: Config, p: PolicyConfig) -> None:
+    if p.advantage in ("grpo_passk", "prime") and c.rollout.n == 1:
+        raise ConfigError(f"algo.policy.advantage={p.advantage} has no other response to compare with in a "
+                          "group of rollout.n=1; use rollout.n=4 or more.")
     if p.advantage in GROUP_BASELINES and c.rollout.n == 1 and not p.allow_groups_of_one:
         raise ConfigError(f"algo.policy.advantage={p.advantage} compares the responses of one prompt, and "
                           "rollout.n=1 gives it nothing to compare: use rollout.n=4 or more, or accept raw "
                           "rewards with algo.policy.allow_groups_of_one=true.")
-    if p.advantage in ("grpo_passk", "prime") and c.rollout.n == 1:
-        raise ConfigError(f"algo.policy.advantage={p.advantage} has no other response to compare with in a "
-                          "group of rollout.n=1; use rollout.n=2 or more.")
     if p.filter_groups and c.rollout.n == 1:
         raise ConfigError("algo.policy.filter_groups=true keeps prompts with right and wrong responses, and "
                           "with rollout.n=1 there are none; use rollout.n=4 or more.")

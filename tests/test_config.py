@@ -122,6 +122,9 @@ def test_only_extra_takes_keys_of_ones_own() -> None:
 
 WRONG = [
     ({"trainer": {"steps": "abc"}}, 'trainer.steps="abc" is not a whole number above 0'),
+    ({"algo": {"policy": {"lam": 1.5}}}, "algo.policy.lam=1.5 is not a number at least 0 and at most 1"),
+    ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 is not a whole number above 0"),
+    ({"algo": {"policy": {"kl_coef": -1}}}, "algo.policy.kl_coef=-1 is not a number at least 0"),
     ({"trainer": {"steps": "8"}}, 'trainer.steps="8" is not a whole number above 0'),
     ({"trainer": {"steps": 1.5}}, "trainer.steps=1.5 is not a whole number above 0"),
     ({"trainer": {"steps": 1.0}}, "trainer.steps=1.0 is not a whole number above 0"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from miniverl.config import ConfigError
-from miniverl.data.preflight import check_tokenizers, stop_ids
+from miniverl.data.preflight import check_tokenizers, check_vocabulary, stop_ids
 from tests.kit import chatml, tiny_tok
 
 
@@ -59,6 +59,11 @@ def test_tok_08_an_id_with_another_token_is_refused():
     """TOK-08: no token has two ids, but one id has two tokens"""
     with pytest.raises(ConfigError, match=r"id \d+ is 'x1' for the student, 'x2' for the teacher"):
         check(tiny_tok(extra=("x1",)), tiny_tok(extra=("x2",)), "allow")
+
+
+def test_tok_08_a_critic_reads_the_students_ids_too():
+    with pytest.raises(ConfigError, match=r"model\.critic has another vocabulary.*for the critic"):
+        check_vocabulary("critic", tiny_tok(), tiny_tok(swap=("hello", "llo")))
 
 
 def test_tok_08_tokens_that_only_one_has_are_fine():
